@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Everything that CI checks: style, types, unit tests, then the tests against the real models.
+# Arguments go to pytest instead of the default selection: scripts/test.sh -m "not slow"
+. "$(dirname "$0")/environment.sh"
+make_environment "dev,verify"
+scripts/mcore_lane.sh
+
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+export GLMCONV_MCORE_NEXT=$PWD/.lanes/mcore-next
+
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy
+if [ $# -gt 0 ]; then
+    exec .venv/bin/python -m pytest "$@"
+fi
+.venv/bin/python -m pytest
