@@ -25,20 +25,13 @@ class DType(Enum):
     I64 = ("I64", 8, "int64")
     U64 = ("U64", 8, "uint64")
 
-    @property
-    def label(self) -> str:
+    def __init__(self, label: str, itemsize: int, torch_name: str) -> None:
+        self.label = label
         """Name in safetensors headers (``BF16``)."""
-        return self.value[0]
-
-    @property
-    def itemsize(self) -> int:
+        self.itemsize = itemsize
         """Bytes an element."""
-        return self.value[1]
-
-    @property
-    def torch_name(self) -> str:
+        self.torch_name = torch_name
         """Attribute of ``torch`` (``bfloat16``)."""
-        return self.value[2]
 
     @property
     def is_plain_float(self) -> bool:

@@ -89,6 +89,6 @@ class ParityError(GlmconvError):
 class Interrupted(GlmconvError):
     """Stopped by a signal; the journal is kept and the same command resumes."""
 
-    def __init__(self, signal_number: int, **kwargs: str) -> None:
-        super().__init__(f"interrupted by signal {signal_number}", **kwargs)
+    def __init__(self, signal_number: int, *, where: str = "", hint: str = "") -> None:
+        super().__init__(f"interrupted by signal {signal_number}", where=where, hint=hint)
         self.exit_code = 128 + signal_number

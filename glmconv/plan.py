@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
 
 from glmconv.dtypes import DType
 
@@ -116,7 +119,7 @@ class Dropped:
 
 @dataclass(slots=True)
 class Plan:
-    """Sources, targets and what stays behind. ``digest`` identifies it (see :func:`digest`)."""
+    """Sources, targets and what stays behind. ``digest`` identifies it (see :func:`plan_digest`)."""
 
     sources: list[SourceFile]
     targets: list[TargetFile]
@@ -137,6 +140,36 @@ class Plan:
         for target in self.targets:
             for payload in target.payloads:
                 yield target, payload
+
+
+def plan_digest(plan: Plan) -> str:
+    """xxh3_128 over everything in a plan but where the source directory lies.
+
+    The source's own path and times are left out, so that a copy of it gives the same plan; the
+    journal checks them apart.
+    """
+    hasher = xxhash.xxh3_128()
+    for source in plan.sources:
+        hasher.update(repr((Path(source.path).name, source.size, source.header_digest)).encode())
+    for target in plan.targets:
+        hasher.update(repr((target.path, target.size)).encode())
+        for offset, data in target.literals:
+            hasher.update(offset.to_bytes(8, "little"))
+            hasher.update(data)
+        for payload in target.payloads:
+            hasher.update(_payload_key(payload))
+    hasher.update(repr((plan.equal, plan.dropped)).encode())
+    return hasher.hexdigest()
+
+
+def _payload_key(payload: Payload) -> bytes:
+    moves = [
+        (m.src, m.src_offset, m.dst_offset, m.run, m.count, m.src_stride, m.dst_stride)
+        + ((m.cast[0].label, m.cast[1].label) if m.cast else ())
+        for m in payload.moves
+    ]
+    fields = (payload.name, payload.dtype.label, payload.shape, payload.place, payload.offset, payload.size)
+    return repr((fields, payload.zeros, moves)).encode()
 
 
 def leaves(size: int) -> Sequence[tuple[int, int]]:

@@ -1,0 +1,1 @@
+"""One provider a family: ``config.json`` to a validated ModelSpec, and the family's table."""

@@ -1,0 +1,177 @@
+"""GLM-5, GLM-5.1 and GLM-5.2 (``glm_moe_dsa``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from glmconv.bridge import Bridge
+from glmconv.config import ConfigReader, Shapes, check_experts, count_mtp_layers
+from glmconv.spec import Dsa, Mla, ModelSpec, Moe, Rope
+from mappings.glm_moe_dsa import TABLE
+
+
+def _moe_layers(reader: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+    """``mlp_layer_types`` (GLM-5.2) or ``first_k_dense_replace`` (GLM-5); both must agree."""
+    kinds = reader.words("mlp_layer_types", num_layers, ("dense", "sparse"))
+    listed = tuple(kind == "sparse" for kind in kinds) if kinds else None
+    if listed is None or reader.has("first_k_dense_replace"):
+        dense = reader.natural("first_k_dense_replace", least=0)
+        counted = tuple(layer >= dense for layer in range(num_layers))
+        if listed is not None and listed != counted:
+            reader.problem("contradicts mlp_layer_types", "first_k_dense_replace")
+        return counted if listed is None else listed
+    return listed
+
+
+def _by_frequency(num_layers: int, freq: int, offset: int) -> tuple[bool, ...]:
+    """Layer i computes iff ``max(i + 1 - offset, 0) % freq == 0`` (transformers, Megatron-Core)."""
+    return tuple(max(layer + 1 - offset, 0) % freq == 0 for layer in range(num_layers))
+
+
+def _express(full: tuple[bool, ...]) -> tuple[int, int] | None:
+    """Frequency and offset that give a listed schedule, or None where none does.
+
+    Runtimes on the Megatron side read these two and ignore the list.
+    """
+    for freq in range(1, len(full) + 1):
+        for offset in range(1, len(full) + 1):
+            if _by_frequency(len(full), freq, offset) == full:
+                return freq, offset
+    return None
+
+
+def _schedule(reader: ConfigReader, num_layers: int) -> tuple[tuple[bool, ...], int, int]:
+    """Which layers compute an index: ``indexer_types``, ``index_topk_pattern`` or freq and offset.
+
+    That is transformers' precedence; its default offset is 2.
+    """
+    freq = reader.natural("index_topk_freq", default=1)
+    offset = reader.natural("index_skip_topk_offset", default=2, least=0)
+    listed: tuple[bool, ...] | None = None
+    types = reader.words("indexer_types", num_layers, ("full", "shared"))
+    pattern = reader.config.get("index_topk_pattern")
+    if types is not None:
+        listed = tuple(kind == "full" for kind in types)
+    elif isinstance(pattern, (str, list)) and len(pattern) == num_layers and set(pattern) <= {"F", "S"}:
+        listed = tuple(letter == "F" for letter in pattern)
+    elif pattern is not None:
+        reader.problem(f"must be {num_layers} letters F or S", "index_topk_pattern")
+    if listed is None:
+        full = _by_frequency(num_layers, freq, offset)
+        if not full[0]:
+            reader.problem("the first layer has no earlier index to share", "index_skip_topk_offset")
+        return full, freq, offset
+    if reader.has("index_topk_freq") and _by_frequency(num_layers, freq, offset) != listed:
+        reader.problem(
+            f"index_topk_freq {freq} and offset {offset} give another schedule",
+            "indexer_types",
+            "Megatron reads frequency and offset, transformers the list: make them agree",
+        )
+        return listed, freq, offset
+    expressed = _express(listed)
+    if expressed is None:
+        reader.problem(
+            "no frequency and offset give this schedule, so Megatron cannot run it", "indexer_types"
+        )
+        return listed, freq, offset
+    return listed, *expressed
+
+
+def _mla(reader: ConfigReader, shapes: Shapes) -> Mla:
+    """MLA sizes. ``head_dim`` is never read: GLM-5.2 says 192 there while the rope has 64 rows."""
+    mla = Mla(
+        q_lora_rank=reader.natural("q_lora_rank"),
+        kv_lora_rank=reader.natural("kv_lora_rank"),
+        qk_nope_head_dim=reader.natural("qk_nope_head_dim"),
+        qk_rope_head_dim=reader.natural("qk_rope_head_dim"),
+        v_head_dim=reader.natural("v_head_dim"),
+    )
+    if reader.has("qk_head_dim") and reader.natural("qk_head_dim") != mla.qk_head_dim:
+        reader.problem(f"is not qk_nope_head_dim + qk_rope_head_dim = {mla.qk_head_dim}", "qk_head_dim")
+    kv_a = shapes.get("model.layers.0.self_attn.kv_a_proj_with_mqa.weight")
+    if kv_a and kv_a[0] - mla.kv_lora_rank != mla.qk_rope_head_dim:
+        reader.problem(
+            f"is {mla.qk_rope_head_dim}, but kv_a_proj_with_mqa has {kv_a[0]} rows: "
+            f"{kv_a[0]} - kv_lora_rank {mla.kv_lora_rank} = {kv_a[0] - mla.kv_lora_rank}",
+            "qk_rope_head_dim",
+            "some transformers versions overwrite it with head_dim when they save; restore the released value",
+        )
+    return mla
+
+
+def _dsa(reader: ConfigReader, num_layers: int, mla: Mla) -> Dsa:
+    full, freq, offset = _schedule(reader, num_layers)
+    dsa = Dsa(
+        num_heads=reader.natural("index_n_heads"),
+        head_dim=reader.natural("index_head_dim"),
+        top_k=reader.natural("index_topk"),
+        full=full,
+        freq=freq,
+        offset=offset,
+        rope_interleave=reader.flag("indexer_rope_interleave", True),
+    )
+    if dsa.head_dim <= mla.qk_rope_head_dim:
+        reader.problem(f"must be larger than qk_rope_head_dim {mla.qk_rope_head_dim}", "index_head_dim")
+    return dsa
+
+
+def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
+    """Validate a GLM-5 config; ``shapes`` are the HF files' tensors where there are any."""
+    reader = ConfigReader(config)
+    num_layers = reader.natural("num_hidden_layers")
+    mla = _mla(reader, shapes)
+    moe_layers = _moe_layers(reader, num_layers)
+    experts = reader.natural("n_routed_experts", "num_experts")
+    check_experts(reader, shapes, "n_routed_experts", experts, moe_layers)
+    ffn = reader.natural("moe_intermediate_size")
+    if reader.flag("attention_bias", False):
+        reader.problem("the family's attention has no bias", "attention_bias")
+    heads = reader.natural("num_attention_heads")
+    spec = ModelSpec(
+        model_type="glm_moe_dsa",
+        num_layers=num_layers,
+        hidden_size=reader.natural("hidden_size"),
+        num_heads=heads,
+        num_groups=heads,
+        head_dim=mla.v_head_dim,
+        ffn_size=reader.natural("intermediate_size"),
+        vocab_size=reader.natural("vocab_size"),
+        norm_eps=reader.number("rms_norm_eps"),
+        tied=reader.flag("tie_word_embeddings", False),
+        rope=Rope(reader.rope_theta(), 1.0, reader.flag("rope_interleave", True), reader.rope_scaling()),
+        max_positions=reader.natural("max_position_embeddings"),
+        mla=mla,
+        moe=Moe(
+            num_experts=experts,
+            ffn_size=ffn,
+            top_k=reader.natural("num_experts_per_tok"),
+            shared_ffn_size=ffn * reader.natural("n_shared_experts", default=1, least=0),
+            router_bias=True,
+            score_function="sigmoid",
+            num_groups=reader.natural("n_group", default=1),
+            top_k_groups=reader.natural("topk_group", default=1),
+            scaling=reader.number("routed_scaling_factor", 1.0),
+            normalise=reader.flag("norm_topk_prob", True),
+        ),
+        moe_layers=moe_layers,
+        dsa=_dsa(reader, num_layers, mla),
+        num_mtp=reader.natural(
+            "num_nextn_predict_layers", default=count_mtp_layers(shapes, num_layers), least=0
+        ),
+        dtype=reader.dtype(),
+        raw=dict(config),
+    )
+    reader.finish()
+    return spec
+
+
+BRIDGES = {
+    "glm_moe_dsa": Bridge(
+        model_type="glm_moe_dsa",
+        table=TABLE,
+        spec=read_spec,
+        titles=("GLM-5", "GLM-5.1", "GLM-5.2"),
+        mtp_field="num_nextn_predict_layers",
+    )
+}

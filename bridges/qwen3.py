@@ -1,0 +1,79 @@
+"""Qwen3 (``qwen3``) and Qwen3-MoE (``qwen3_moe``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from glmconv.bridge import Bridge
+from glmconv.config import ConfigReader, Shapes, check_experts
+from glmconv.spec import ModelSpec, Moe, Rope
+from mappings.qwen3 import DENSE_TABLE, MOE_TABLE
+
+
+def _spec(
+    reader: ConfigReader, model_type: str, ffn_size: int, moe: Moe | None, moe_layers: tuple[bool, ...]
+) -> ModelSpec:
+    heads, groups = reader.natural("num_attention_heads"), reader.natural("num_key_value_heads")
+    reader.divides(heads, groups, "num_attention_heads over num_key_value_heads")
+    spec = ModelSpec(
+        model_type=model_type,
+        num_layers=reader.natural("num_hidden_layers"),
+        hidden_size=reader.natural("hidden_size"),
+        num_heads=heads,
+        num_groups=groups,
+        head_dim=reader.natural("head_dim"),
+        ffn_size=ffn_size,
+        vocab_size=reader.natural("vocab_size"),
+        norm_eps=reader.number("rms_norm_eps"),
+        tied=reader.flag("tie_word_embeddings", False),
+        rope=Rope(reader.rope_theta(), scaling=reader.rope_scaling()),
+        max_positions=reader.natural("max_position_embeddings"),
+        qkv_bias=reader.flag("attention_bias", False),
+        qk_norm=True,
+        moe=moe,
+        moe_layers=moe_layers,
+        dtype=reader.dtype(),
+        raw=dict(reader.config),
+    )
+    reader.finish()
+    return spec
+
+
+def read_dense_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
+    """Validate a Qwen3 config."""
+    reader = ConfigReader(config)
+    return _spec(reader, "qwen3", reader.natural("intermediate_size"), None, ())
+
+
+def _moe_layers(reader: ConfigReader) -> tuple[bool, ...]:
+    """``mlp_only_layers`` and ``decoder_sparse_step`` choose the dense layers (transformers)."""
+    step = reader.natural("decoder_sparse_step", default=1)
+    dense = reader.config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        reader.problem(f"must be a list, is {dense!r}", "mlp_only_layers")
+        dense = []
+    layers = range(reader.natural("num_hidden_layers"))
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
+
+
+def read_moe_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
+    """Validate a Qwen3-MoE config; ``shapes`` are the HF files' tensors where there are any."""
+    reader = ConfigReader(config)
+    moe_layers = _moe_layers(reader)
+    experts = reader.natural("num_experts", "num_local_experts")
+    check_experts(reader, shapes, "num_experts", experts, moe_layers)
+    moe = Moe(
+        num_experts=experts,
+        ffn_size=reader.natural("moe_intermediate_size"),
+        top_k=reader.natural("num_experts_per_tok"),
+        normalise=reader.flag("norm_topk_prob", False),
+    )
+    ffn_size = reader.natural("intermediate_size", default=moe.ffn_size)
+    return _spec(reader, "qwen3_moe", ffn_size, moe, moe_layers)
+
+
+BRIDGES = {
+    "qwen3": Bridge("qwen3", DENSE_TABLE, read_dense_spec, ("Qwen3-0.6B … Qwen3-32B",)),
+    "qwen3_moe": Bridge("qwen3_moe", MOE_TABLE, read_moe_spec, ("Qwen3-30B-A3B", "Qwen3-235B-A22B")),
+}

@@ -1,0 +1,98 @@
+"""The rules that keep the design straight: data-only tables, imports one way, no family in the core."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from glmconv.registry import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[2]
+MAPPINGS = sorted((ROOT / "mappings").glob("*.py"))
+BRIDGES = sorted((ROOT / "bridges").glob("*.py"))
+CORE = sorted((ROOT / "glmconv").rglob("*.py"))
+
+DATA = (
+    ast.Module, ast.Expr, ast.Constant, ast.ImportFrom, ast.alias, ast.Assign, ast.Name, ast.Store, ast.Load,
+    ast.Tuple, ast.Dict, ast.Starred, ast.Call, ast.keyword, ast.Attribute,
+)
+"""All that a table may consist of: literals, names and calls of the vocabulary."""
+
+VOCABULARY = {"glmconv.dims", "glmconv.dtypes", "glmconv.rules", "glmconv.transforms"}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", MAPPINGS, ids=lambda p: p.name)
+def test_mappings_hold_data_only(path: Path) -> None:
+    odd = [
+        f"{path.name}:{getattr(node, 'lineno', '?')} {type(node).__name__}"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if not isinstance(node, DATA)
+    ]
+    assert odd == []
+
+
+@pytest.mark.parametrize("path", MAPPINGS, ids=lambda p: p.name)
+def test_mappings_import_the_vocabulary_only(path: Path) -> None:
+    allowed = VOCABULARY | {"__future__"}
+    assert {name for name in imports(path) if not name.startswith("mappings.")} <= allowed
+
+
+@pytest.mark.parametrize("path", BRIDGES, ids=lambda p: p.name)
+def test_bridges_import_mappings_and_the_spec_only(path: Path) -> None:
+    allowed = {"__future__", "collections.abc", "typing", "dataclasses"}
+    allowed |= {"glmconv.bridge", "glmconv.config", "glmconv.spec"}
+    assert {name for name in imports(path) if not name.startswith("mappings.")} <= allowed
+
+
+def test_only_the_registry_knows_bridges_and_mappings() -> None:
+    guilty = [
+        path.name
+        for path in CORE
+        if any(name.split(".")[0] in ("bridges", "mappings") for name in imports(path))
+    ]
+    assert guilty == []
+
+
+def test_the_core_names_no_family() -> None:
+    words = ("glm4", "glm_moe", "qwen", "deepseek", "kimi", "llama", "mimo", "inkling")
+    guilty = [
+        f"{path.relative_to(ROOT)}: {word}"
+        for path in CORE
+        if path.name != "registry.py"
+        for word in words
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and word in node.value.lower()
+        and "glmconv convert" not in node.value
+    ]
+    assert guilty == []
+
+
+def test_the_set_of_families_is_explicit() -> None:
+    assert set(FAMILIES) == {"glm_moe_dsa", "glm4_moe", "qwen3", "qwen3_moe"}
+
+
+def test_the_convert_path_does_not_import_torch() -> None:
+    """A plan and a move need no tensor library; importing one costs a second and 200 MB."""
+    guilty = [
+        str(path.relative_to(ROOT))
+        for path in CORE
+        if "verify" not in path.parts and any(name.split(".")[0] == "torch" for name in imports(path))
+    ]
+    assert guilty == []
+
+
+@pytest.mark.parametrize("path", [*CORE, *BRIDGES, *MAPPINGS], ids=lambda p: p.name)
+def test_modules_stay_readable(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 330
