@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: safetensors headers, the index, side files."""

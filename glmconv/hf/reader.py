@@ -1,0 +1,157 @@
+"""Open a Hugging Face checkpoint: headers only, everything cross-checked, nothing executed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from glmconv.digest import digest_bytes
+from glmconv.errors import DataError, Defect, StorageError
+from glmconv.hf.header import Header, read_header
+from glmconv.plan import SourceFile
+from glmconv.stored import StoredChunk, StoredTensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
+"""Files of these kinds hold weights in some form and are never taken for side files."""
+
+
+@dataclass(slots=True)
+class HfCheckpoint:
+    """A checkpoint's headers. ``headers`` keeps the order of shards; ``stored`` names all tensors."""
+
+    path: Path
+    config: dict[str, Any]
+    files: list[SourceFile] = field(default_factory=list)
+    headers: dict[str, Header] = field(default_factory=dict)
+    stored: dict[str, StoredTensor] = field(default_factory=dict)
+    index: bytes | None = None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises StorageError or DataError naming the file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise StorageError(
+            f"cannot read: {error.strerror}", where=str(path), hint="name the directory of a checkpoint"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not JSON: {error}", where=str(path)) from error
+    if not isinstance(content, dict):
+        raise DataError("not a JSON object", where=str(path))
+    return content
+
+
+def source_file(path: Path, header_digest: str = "") -> SourceFile:
+    """Identity of a source file for the plan. Raises StorageError."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise StorageError(f"cannot read: {error.strerror}", where=str(path)) from error
+    return SourceFile(str(path.resolve()), status.st_size, status.st_mtime_ns, header_digest)
+
+
+def open_hf(path: Path) -> HfCheckpoint:
+    """Open the checkpoint in directory ``path``.
+
+    Raises StorageError for what cannot be read, DataError with every defect of headers and index.
+    """
+    checkpoint = HfCheckpoint(path, read_json(path / "config.json"))
+    weight_map = _weight_map(checkpoint)
+    defects: list[Defect] = []
+    for name in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]:
+        file = path / name
+        if not file.is_file():
+            defects.append(Defect("missing-file", "named by the index, does not exist", str(file)))
+            continue
+        try:
+            _add_shard(checkpoint, name, file, defects)
+        except DataError as error:
+            defects += error.defects or [Defect("header", error.what, error.where, error.hint)]
+    if weight_map is not None:
+        defects += _against_index(checkpoint, weight_map)
+    if defects:
+        raise DataError("the checkpoint's files are wrong", where=str(path), defects=defects)
+    return checkpoint
+
+
+def _add_shard(checkpoint: HfCheckpoint, name: str, file: Path, defects: list[Defect]) -> None:
+    header = read_header(file)
+    number = len(checkpoint.files)
+    checkpoint.files.append(source_file(file, digest_bytes(header.text)))
+    checkpoint.headers[name] = header
+    for entry in header.entries:
+        if entry.name in checkpoint.stored:
+            defects.append(Defect("duplicate", "is in two files", f"{file}: {entry.name}"))
+        whole = StoredChunk((0,) * len(entry.shape), entry.shape, number, header.data_start + entry.begin)
+        checkpoint.stored[entry.name] = StoredTensor(entry.name, entry.dtype, entry.shape, [whole])
+
+
+def _weight_map(checkpoint: HfCheckpoint) -> dict[str, str] | None:
+    path = checkpoint.path / INDEX
+    if not path.is_file():
+        if not (checkpoint.path / SINGLE).is_file():
+            raise DataError(
+                f"neither {INDEX} nor {SINGLE} is there",
+                where=str(checkpoint.path),
+                hint="glmconv reads safetensors; for other formats save with safetensors first",
+            )
+        return None
+    content = read_json(path)
+    checkpoint.index = path.read_bytes()
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise DataError("has no weight_map of strings", where=str(path))
+    bad = sorted(file for file in set(weight_map.values()) if not plain_name(file))
+    if bad:
+        raise DataError(
+            "names files outside the checkpoint's directory",
+            where=str(path),
+            defects=[Defect("path", "not a plain file name", file) for file in bad],
+        )
+    return weight_map
+
+
+def plain_name(name: str) -> bool:
+    """Whether a file name found in a checkpoint stays inside its directory."""
+    pure = PurePosixPath(name)
+    return bool(name) and "\0" not in name and not pure.is_absolute() and ".." not in pure.parts
+
+
+def _against_index(checkpoint: HfCheckpoint, weight_map: dict[str, str]) -> Iterator[Defect]:
+    where = {entry.name: file for file, header in checkpoint.headers.items() for entry in header.entries}
+    for name, file in weight_map.items():
+        if file in checkpoint.headers and where.get(name) != file:
+            actual = where.get(name)
+            yield Defect(
+                "index",
+                f"the index says {file}, the tensor is in {actual}" if actual else f"{file} does not hold it",
+                name,
+                "rebuild the index, or download the file again",
+            )
+    for name, file in where.items():
+        if name not in weight_map:
+            yield Defect("index", "in the file but not in the index", f"{file}: {name}", "rebuild the index")
+
+
+def side_files(path: Path) -> list[Path]:
+    """Files of a checkpoint beside weights and index (tokenizer, licence, code), sorted.
+
+    Only regular files of the directory itself and of plain sub-directories; hidden ones are left
+    out, so is anything that holds weights in another format.
+    """
+    found = []
+    for root, folders, names in os.walk(path):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        for name in sorted(names):
+            file = Path(root) / name
+            hidden = name.startswith(".") or name.endswith(".index.json")
+            if not hidden and file.suffix not in OTHER_WEIGHTS and file.is_file():
+                found.append(file.relative_to(path))
+    return found

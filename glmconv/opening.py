@@ -1,0 +1,33 @@
+"""Open whatever lies at a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from glmconv.errors import UsageError
+from glmconv.sources import Source, SourceOptions, open_hf_source
+from glmconv.torchdist.location import detect_layout
+from glmconv.torchdist.source import open_megatron_source
+
+
+def open_source(path: Path, options: SourceOptions | None = None) -> Source:
+    """Open an HF directory or a torch_dist root or unit.
+
+    Raises StorageError and DataError for what cannot be understood; missing or unexpected tensors
+    are listed in the source's ``defects``.
+    """
+    options = options or SourceOptions()
+    local_path(path)
+    if detect_layout(path) == "megatron":
+        return open_megatron_source(path, options)
+    return open_hf_source(path, options)
+
+
+def local_path(path: Path) -> None:
+    """Refuse hub addresses clearly. Raises UsageError."""
+    text = str(path)
+    if text.startswith(("hf:/", "https:/", "s3:/")):
+        raise UsageError(
+            f"{text} is not a path on this machine",
+            hint="download it first, for instance with `hf download REPO --local-dir DIR`",
+        )

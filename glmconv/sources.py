@@ -1,0 +1,240 @@
+"""Open a checkpoint of either kind and say where every Hugging Face tensor lies in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from glmconv.bridge import Bridge
+from glmconv.dtypes import DType
+from glmconv.errors import DataError, Defect, UsageError
+from glmconv.hf.origin import Origin
+from glmconv.hf.reader import HfCheckpoint, open_hf
+from glmconv.layout import Layout, expand_drops, expand_tied, hf_layout
+from glmconv.plan import Dropped, Equal, SourceFile
+from glmconv.registry import get_bridge
+from glmconv.rules import Table
+from glmconv.spec import ModelSpec
+from glmconv.stored import Found, Located, StoredTensor, locate
+
+MAX_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """How a checkpoint is to be understood; the defaults are strict.
+
+    ``allow_missing`` are exact Hugging Face names. ``fill_missing_from`` is an HF checkpoint.
+    ``origin_hf_dir`` holds config (and headers) for a torch_dist that carries none.
+    """
+
+    model_type: str | None = None
+    dialect: str | None = None
+    origin_hf_dir: Path | None = None
+    fill_missing_from: Path | None = None
+    allow_missing: frozenset[str] = frozenset()
+    drop_mtp: bool = False
+
+
+@dataclass(slots=True)
+class Source:
+    """A checkpoint, understood. ``tensors`` are found; ``missing`` are allowed to be."""
+
+    path: Path
+    kind: str
+    bridge: Bridge
+    spec: ModelSpec
+    config: dict[str, Any]
+    layout: str
+    files: list[SourceFile]
+    tensors: dict[str, Located] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
+    equal: list[Equal] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    warnings: list[Defect] = field(default_factory=list)
+    defects: list[Defect] = field(default_factory=list)
+    stored: dict[str, StoredTensor] = field(default_factory=dict)
+    hf_dir: Path | None = None
+    origin: Origin | None = None
+    stacked: bool = False
+    widened: dict[str, DType] = field(default_factory=dict)
+    filled: list[str] = field(default_factory=list)
+    trainer_bytes: int = 0
+
+    @property
+    def table(self) -> Table:
+        return self.bridge.table
+
+    def require_sound(self) -> None:
+        """Raise DataError listing every defect, where there are any."""
+        if not self.defects:
+            return
+        kinds = sorted({defect.kind for defect in self.defects})
+        raise DataError(
+            f"{len(self.defects)} things are wrong ({', '.join(kinds)})",
+            where=str(self.path),
+            defects=self.defects,
+            hint=_advice(kinds),
+        )
+
+
+def _advice(kinds: Iterable[str]) -> str:
+    if "missing" in kinds:
+        return (
+            "--fill-missing-from HF_DIR takes missing tensors from another checkpoint, --drop-mtp goes "
+            "without MTP layers, --allow-missing NAME accepts one tensor's absence"
+        )
+    return "glmconv check shows the checkpoint tensor by tensor"
+
+
+def family_of(config: Mapping[str, Any], model_type: str | None, where: Path) -> Bridge:
+    """The bridge that ``config`` names; a given ``model_type`` must be the same. Raises DataError."""
+    named = config.get("model_type")
+    if not isinstance(named, str):
+        raise DataError("has no model_type", where=str(where / "config.json"))
+    if model_type is not None and model_type != named:
+        raise UsageError(
+            f"--model-type {model_type}, but config.json says {named!r}",
+            where=str(where),
+            hint="leave --model-type away, or name another checkpoint",
+        )
+    return get_bridge(named)
+
+
+def refuse_quantised(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], where: Path) -> None:
+    """Refuse sources in a quantised form before any work, by the format's name. Raises DataError."""
+    block = config.get("quantization_config") or config.get("compression_config")
+    if isinstance(block, dict):
+        method = block.get("quant_method", "unnamed")
+        form = block.get("fmt") or block.get("format") or ""
+        raise DataError(
+            f"the checkpoint is quantised ({method} {form})".replace(" )", ")"),
+            where=str(where / "config.json"),
+            hint="use the BF16 release; quantised sources are not handled yet",
+        )
+    odd = [t.name for t in stored.values() if not t.dtype.is_plain_float]
+    scales = [name for name in stored if name.endswith(("_scale_inv", "_scale", ".scale", "weight_packed"))]
+    if odd or scales:
+        names = ", ".join((odd + scales)[:MAX_LISTED])
+        raise DataError(
+            f"{len(odd) + len(scales)} tensors are quantised or not floating point: {names}",
+            where=str(where),
+            hint="use the BF16 release; quantised sources are not handled yet",
+        )
+
+
+def open_hf_source(path: Path, options: SourceOptions) -> Source:
+    """Open an HF checkpoint in hub names, with stacked experts, or mixed.
+
+    Raises StorageError and DataError; what is missing or unexpected is listed in ``defects``.
+    """
+    checkpoint = open_hf(path)
+    bridge = family_of(checkpoint.config, options.model_type, path)
+    refuse_quantised(checkpoint.config, checkpoint.stored, path)
+    spec = bridge.spec(checkpoint.config, {name: one.shape for name, one in checkpoint.stored.items()})
+    hub, stacked = hf_layout(bridge.table, spec), hf_layout(bridge.table, spec, stacked_experts=True)
+    found = locate((hub, stacked), checkpoint.stored)
+    source = Source(
+        path,
+        "hf",
+        bridge,
+        spec,
+        checkpoint.config,
+        _hf_name(hub, stacked, checkpoint),
+        checkpoint.files,
+        tensors=found.tensors,
+        stored=checkpoint.stored,
+        hf_dir=path,
+        origin=Origin.of(checkpoint),
+    )
+    _explain_unused(source, found)
+    settle(source, found, options)
+    return source
+
+
+def _hf_name(hub: Layout, stacked: Layout, checkpoint: HfCheckpoint) -> str:
+    own = {part.stored for part in stacked.parts} - {part.stored for part in hub.parts}
+    return "hf-stacked" if any(name in checkpoint.stored for name in own) else "hf"
+
+
+def _explain_unused(source: Source, found: Found) -> None:
+    """Sort unused tensors of an HF checkpoint into duplicates, drops and surprises."""
+    drops, tied = expand_drops(source.table, source.spec), expand_tied(source.table, source.spec)
+    for name, tensor in found.unused.items():
+        if name in tied:
+            _duplicate(source, tensor, tied[name])
+        elif name in drops:
+            source.dropped.append(Dropped(name, drops[name].reason, tensor.nbytes))
+            if drops[name].warn:
+                source.warnings.append(Defect("unused", drops[name].reason, name, severity="warning"))
+        else:
+            source.defects.append(
+                Defect("unexpected", f"{tensor.dtype.label}{list(tensor.shape)} belongs to no rule", name)
+            )
+
+
+def _duplicate(source: Source, tensor: StoredTensor, to: str) -> None:
+    """A duplicate is dropped, on condition that its bytes equal those of the tensor it repeats."""
+    other = source.stored.get(to)
+    if other is None or other.shape != tensor.shape or other.dtype is not tensor.dtype:
+        source.defects.append(Defect("duplicate", f"does not have the shape and dtype of {to}", tensor.name))
+        return
+    left, right = tensor.chunks[0], other.chunks[0]
+    source.equal.append(
+        Equal(tensor.name, to, left.file, left.offset, right.file, right.offset, tensor.nbytes)
+    )
+    source.dropped.append(Dropped(tensor.name, f"repeats {to}", tensor.nbytes))
+
+
+def settle(source: Source, found: Found, options: SourceOptions) -> None:
+    """Drop MTP where asked, fill or allow what is missing, and note what stays wrong."""
+    source.defects += found.defects
+    source.dropped += found.padding
+    missing = {tensor.name: tensor for tensor in found.missing}
+    if options.drop_mtp and source.spec.num_mtp:
+        without = replace(source.spec, num_mtp=0)
+        kept = {tensor.name for tensor in hf_layout(source.table, without).tensors()}
+        for name in [name for name in source.tensors if name not in kept]:
+            one = source.tensors.pop(name)
+            size = sum(p.rows * p.cols for p in one.pieces) * one.dtype.itemsize
+            source.dropped.append(Dropped(name, "MTP layer, dropped by --drop-mtp", size))
+        missing = {name: tensor for name, tensor in missing.items() if name in kept}
+        source.spec = without
+    if options.fill_missing_from is not None and missing:
+        _fill(source, missing, options.fill_missing_from)
+    for name in [name for name in missing if name in options.allow_missing]:
+        source.missing.add(name)
+        del missing[name]
+        source.warnings.append(Defect("missing", "allowed by --allow-missing", name, severity="warning"))
+    source.defects += [Defect("missing", f"shape {list(t.shape)}", t.name) for t in missing.values()]
+    if source.spec.num_mtp and any(name.endswith(".eh_proj.weight") for name in missing):
+        source.defects.append(
+            Defect(
+                "missing",
+                f"config.json promises {source.spec.num_mtp} MTP layer(s), the checkpoint lacks them",
+                hint="transformers drops them when it loads and saves; use the original files, or --drop-mtp",
+            )
+        )
+
+
+def _fill(source: Source, missing: dict[str, Any], path: Path) -> None:
+    """Take missing tensors from another HF checkpoint of the same shapes."""
+    other = open_hf(path)
+    first = len(source.files)
+    layouts = (
+        hf_layout(source.table, source.spec),
+        hf_layout(source.table, source.spec, stacked_experts=True),
+    )
+    found = locate(layouts, other.stored)
+    taken = [name for name in missing if name in found.tensors]
+    if taken:
+        source.files += other.files
+    for name in taken:
+        one = found.tensors[name]
+        pieces = tuple(replace(piece, file=piece.file + first) for piece in one.pieces)
+        source.tensors[name] = replace(one, pieces=pieces)
+        source.filled.append(name)
+        source.warnings.append(Defect("filled", f"taken from {path}", name, severity="warning"))
+        del missing[name]
