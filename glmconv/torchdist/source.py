@@ -1,0 +1,188 @@
+"""Open a torch_dist checkpoint, whoever wrote it, as a source of Hugging Face tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from glmconv.digest import digest_bytes
+from glmconv.errors import DataError, Defect
+from glmconv.hf.origin import FILE as ORIGIN_FILE
+from glmconv.hf.origin import Origin
+from glmconv.hf.reader import INDEX, SINGLE, open_hf, read_json, source_file
+from glmconv.layout import Layout, megatron_layout
+from glmconv.manifest import FILE as MANIFEST_FILE
+from glmconv.manifest import HF_DIR, read_dialect, read_widened
+from glmconv.plan import Dropped, SourceFile
+from glmconv.rules import DIALECTS, Table
+from glmconv.sources import Source, SourceOptions, family_of, settle
+from glmconv.spec import ModelSpec
+from glmconv.stored import StoredChunk, StoredTensor, locate
+from glmconv.torchdist.location import locate as find_unit
+from glmconv.torchdist.metadata import Metadata, payload_offsets, read_metadata
+from glmconv.torchdist.spellings import is_trainer_state, normalise
+
+
+@dataclass(slots=True)
+class Unit:
+    """One iteration directory opened: tensors of the model in the common spelling, and the rest."""
+
+    path: Path
+    iteration: int | None
+    stored: dict[str, StoredTensor]
+    files: list[SourceFile]
+    metadata: Metadata
+    trainer_state: dict[str, int]
+
+
+def open_unit(path: Path) -> Unit:
+    """Open a torch_dist root, ``iter_NNNNNNN`` or ``release`` directory: headers and places only.
+
+    Raises StorageError or DataError (every defect of ``.metadata`` and the records listed).
+    """
+    located = find_unit(path)
+    unit = located.unit_dir
+    metadata = read_metadata(unit)
+    model = [name for name in metadata.tensors if not is_trainer_state(name)]
+    offsets = payload_offsets(unit, metadata, model)
+    files, numbers = _files(unit, metadata, model)
+    stored = {}
+    for name in model:
+        entry = metadata.tensors[name]
+        chunks = [
+            StoredChunk(chunk.offsets, chunk.sizes, numbers[chunk.file], offset)
+            for chunk, offset in zip(entry.chunks, offsets[name], strict=True)
+        ]
+        stored[name] = StoredTensor(name, entry.dtype, entry.shape, chunks)
+    skipped = {
+        name: StoredTensor(name, entry.dtype, entry.shape, []).nbytes
+        for name, entry in metadata.tensors.items()
+        if is_trainer_state(name)
+    }
+    return Unit(unit, located.iteration, normalise(stored), files, metadata, skipped)
+
+
+def _files(unit: Path, metadata: Metadata, names: Iterable[str]) -> tuple[list[SourceFile], dict[str, int]]:
+    used = sorted({chunk.file for name in names for chunk in metadata.tensors[name].chunks})
+    digest = digest_bytes((unit / ".metadata").read_bytes())
+    return [source_file(unit / name, digest) for name in used], {name: i for i, name in enumerate(used)}
+
+
+def open_megatron_source(path: Path, options: SourceOptions) -> Source:
+    """Open a torch_dist checkpoint; config and side files come from it or ``origin_hf_dir``.
+
+    Raises StorageError and DataError; what is missing or unexpected is listed in ``defects``.
+    """
+    unit = open_unit(path)
+    hf_dir = _hf_dir(unit.path, options.origin_hf_dir)
+    config = read_json(hf_dir / "config.json")
+    bridge = family_of(config, options.model_type, hf_dir)
+    spec = bridge.spec(config, _mtp_shapes(bridge.table, config, unit.stored))
+    layout = _choose_layout(bridge.table, spec, unit, options.dialect)
+    found = locate((layout,), unit.stored)
+    source = Source(
+        path,
+        "megatron",
+        bridge,
+        spec,
+        config,
+        layout.name,
+        unit.files,
+        tensors=found.tensors,
+        stored=unit.stored,
+        hf_dir=hf_dir,
+        origin=_origin(hf_dir),
+        stacked=layout.stacked,
+        widened=read_widened(unit.path / MANIFEST_FILE),
+    )
+    for name, tensor in found.unused.items():
+        source.defects.append(
+            Defect("unexpected", f"{tensor.dtype.label}{list(tensor.shape)} belongs to no rule", name)
+        )
+    settle(source, found, options)
+    if unit.trainer_state:
+        total = sum(unit.trainer_state.values())
+        source.trainer_bytes = total
+        source.dropped.append(
+            Dropped(f"{len(unit.trainer_state)} optimizer tensors", "trainer's state", total)
+        )
+    return source
+
+
+def _hf_dir(unit: Path, given: Path | None) -> Path:
+    if given is not None:
+        return given
+    own = unit / HF_DIR
+    if (own / "config.json").is_file():
+        return own
+    raise DataError(
+        "the checkpoint carries no Hugging Face config",
+        where=str(unit),
+        hint="name the model's HF directory with --origin-hf-dir (config.json and tokenizer suffice)",
+    )
+
+
+def _origin(hf_dir: Path) -> Origin | None:
+    """How the original HF files were cut, where that is known."""
+    record = hf_dir / ORIGIN_FILE
+    if record.is_file():
+        return Origin.from_file(record)
+    if (hf_dir / INDEX).is_file() or (hf_dir / SINGLE).is_file():
+        try:
+            return Origin.of(open_hf(hf_dir))
+        except DataError:
+            # An index without its shards is common in a directory that holds config and tokenizer only.
+            return None
+    return None
+
+
+def _mtp_shapes(
+    table: Table, config: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> dict[str, tuple[int, ...]]:
+    """MTP layers of the file under the HF names that a bridge counts, for configs that do not say."""
+    layers, shapes, i = config.get("num_hidden_layers"), {}, 0
+    while isinstance(layers, int) and (
+        one := stored.get(table.mtp.mcore.replace("{n}", str(i)) + ".enorm.weight")
+    ):
+        number = layers + i if table.mtp.hf_after_layers else i
+        shapes[table.mtp.hf.replace("{n}", str(number)) + ".enorm.weight"] = one.shape
+        i += 1
+    return shapes
+
+
+def _has_stacked_layers(table: Table, stored: Mapping[str, StoredTensor]) -> bool:
+    first = table.layer.mcore.replace("{n}", "0") + "."
+    return not any(name.startswith(first) for name in stored)
+
+
+def _names(layout: Layout) -> set[str]:
+    return {part.stored for part in layout.parts}
+
+
+def _skeleton(spec: ModelSpec) -> ModelSpec:
+    """The same model with one expert: the same stored names, quick to expand."""
+    return spec if spec.moe is None else replace(spec, moe=replace(spec.moe, num_experts=1))
+
+
+def _choose_layout(table: Table, spec: ModelSpec, unit: Unit, dialect: str | None) -> Layout:
+    """The dialect whose names the file has: given, from the manifest, or found. Raises DataError."""
+    stacked = _has_stacked_layers(table, unit.stored)
+    dialect = dialect or read_dialect(unit.path / MANIFEST_FILE)
+    if dialect is not None:
+        return megatron_layout(table, spec, dialect, stacked)
+    skeleton, have = _skeleton(spec), set(unit.stored)
+    distance = {
+        name: len(_names(megatron_layout(table, skeleton, name, stacked)) ^ have) for name in DIALECTS
+    }
+    best = [name for name in DIALECTS if distance[name] == min(distance.values())]
+    first = megatron_layout(table, skeleton, best[0], stacked)
+    for other in best[1:]:
+        if megatron_layout(table, skeleton, other, stacked).parts != first.parts:
+            raise DataError(
+                f"the names fit {' and '.join(best)}, which order this model's tensors differently",
+                where=str(unit.path),
+                hint=f"say which trainer wrote it: --dialect {best[0]} or --dialect {other}",
+            )
+    return megatron_layout(table, spec, best[0], stacked)
