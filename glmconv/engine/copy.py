@@ -1,0 +1,246 @@
+"""The one copy primitive: fills a part of a target file, in the order of the target's bytes.
+
+Each range goes down the rungs: share the extents, let the kernel copy, read and write through a
+window of memory. Bytes are hashed as they pass. Neighbouring small pieces are written together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from glmconv.engine.blend import Blender
+from glmconv.engine.clone import MIN_CLONE, Sharing, block_size, extents
+from glmconv.engine.files import OpenSource, OpenTarget, Sources, write_all
+from glmconv.engine.hashes import LeafHasher
+from glmconv.engine.segments import Segment, segments
+from glmconv.engine.slots import TargetSlots
+from glmconv.plan import Payload
+
+WINDOW = 1 << 20
+"""Bytes of memory that one worker moves at a time (a second window is scratch for strided reads)."""
+
+PAGE = 4096
+SMALL_GAP = 1 << 14
+"""Gaps up to this are written as zeros with their neighbours; larger ones stay holes."""
+
+OFFLOAD_STEP = 16 << 20
+"""Bytes that the kernel is asked to copy at a time, so that a stop is seen soon."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Bytes of payloads by the way they came; ``literal`` counts what lies between payloads."""
+
+    cloned: int = 0
+    copied: int = 0
+    computed: int = 0
+    zero: int = 0
+    literal: int = 0
+
+    @property
+    def payload(self) -> int:
+        return self.cloned + self.copied + self.computed + self.zero
+
+
+class StopCheck(Protocol):
+    """Raises when the work is to end early."""
+
+    def __call__(self) -> None: ...
+
+
+class Window:
+    """Bytes on their way to one target file: gathered while they are neighbours, then written."""
+
+    def __init__(self, size: int = WINDOW) -> None:
+        self._view = memoryview(bytearray(size))
+        self._base = 0
+        self._fill = 0
+        self._limit = size
+        self._target = OpenTarget(-1, "")
+
+    def open(self, target: OpenTarget) -> None:
+        """Turn to another file; what an abandoned job left is forgotten."""
+        self._target, self._fill = target, 0
+
+    def room(self, at: int, want: int) -> memoryview:
+        """A view of up to ``want`` bytes (at least one) for file offset ``at``.
+
+        The caller fills it from its start and tells :meth:`advance` how far.
+        """
+        gap = at - self._base - self._fill
+        if self._fill and 0 < gap <= SMALL_GAP and self._fill + gap < self._limit:
+            self._view[self._fill : self._fill + gap] = bytes(gap)
+            self._fill += gap
+        elif gap or self._fill == self._limit:
+            self.flush()
+        if not self._fill:
+            # Windows end on pages: the next write then fills whole pages.
+            self._base, self._limit = at, len(self._view) - at % PAGE
+        return self._view[self._fill : min(self._fill + want, self._limit)]
+
+    def advance(self, size: int) -> None:
+        self._fill += size
+
+    def flush(self) -> None:
+        """Write what was gathered. StorageError on failure."""
+        size, self._fill = self._fill, 0
+        if size:
+            write_all(self._target, self._view[:size], self._base)
+
+
+class Copier:
+    """Executes jobs for one worker."""
+
+    def __init__(self, sources: Sources, sharing: Sharing, hashing: bool, check_stop: StopCheck) -> None:
+        self.counters = Counters()
+        self._sources = sources
+        self._sharing = sharing
+        self._hashing = hashing
+        self._check_stop = check_stop
+        self._window = Window()
+        self._scratch = memoryview(bytearray(WINDOW))
+        self._blender = Blender(sources, self._scratch)
+        self._hasher: LeafHasher | None = None
+        self._target = OpenTarget(-1, "")
+        self._block = PAGE
+
+    def run(self, slots: TargetSlots, first: int, end: int, target: OpenTarget) -> bytes:
+        """Write slots ``first`` to ``end`` into ``target`` and return their leaf digests.
+
+        Without hashing there are none. All bytes are written (not yet flushed to the device) when it returns.
+        """
+        self._target, self._block = target, block_size(target.fd)
+        self._window.open(target)
+        self._hasher = LeafHasher() if self._hashing else None
+        literals = slots.literals(slots.start(first), slots.start(end))
+        pending = 0
+        for index, start, stop in slots.pieces(first, end):
+            payload = slots.target.payloads[index]
+            while pending < len(literals) and literals[pending][0] < payload.offset + stop:
+                self._literal(*literals[pending])
+                pending += 1
+            self._payload(payload, start, stop)
+        for offset, data in literals[pending:]:
+            self._literal(offset, data)
+        self._window.flush()
+        return self._hasher.digests() if self._hasher else b""
+
+    def _literal(self, at: int, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            view = self._window.room(at, len(left))
+            view[:] = left[: len(view)]
+            self._window.advance(len(view))
+            at += len(view)
+            left = left[len(view) :]
+        self.counters.literal += len(data)
+
+    def _payload(self, payload: Payload, start: int, stop: int) -> None:
+        for segment in segments(payload, start, stop):
+            self._check_stop()
+            at = payload.offset + segment.start
+            if segment.moves:
+                self._blend(payload.offset, segment)
+            elif segment.src < 0:
+                self._zeros(at, segment.end - segment.start)
+            else:
+                self._straight(at, segment.src, segment.src_offset, segment.end - segment.start)
+        if self._hasher and stop == payload.size:
+            self._hasher.end_payload()
+
+    def _blend(self, offset: int, segment: Segment) -> None:
+        """Interleaved or cast runs: windows end at multiples of eight bytes, so that no element is cut."""
+        at = segment.start
+        while at < segment.end:
+            self._check_stop()
+            view = self._window.room(offset + at, segment.end - at)
+            if at + len(view) < segment.end:
+                view = view[: max(0, len(view) - (at + len(view)) % 8)]
+            if not view:
+                self._window.flush()
+                continue
+            copied, cast = self._blender.fill(view, at, segment.moves)
+            if self._hasher:
+                self._hasher.update(view)
+            self._window.advance(len(view))
+            self.counters.copied += copied
+            self.counters.computed += cast
+            self.counters.zero += len(view) - copied - cast
+            at += len(view)
+
+    def _zeros(self, at: int, size: int) -> None:
+        """Zeros of a new file need no writing; the window writes small ones with their neighbours."""
+        if self._hasher:
+            self._hasher.zeros(size)
+        self.counters.zero += size
+
+    def _straight(self, at: int, src: int, src_offset: int, size: int) -> None:
+        """One contiguous range, down the rungs."""
+        source = self._sources.get(src)
+        congruent = (src_offset - at) % self._block == 0
+        head = -at % self._block
+        middle = (size - head) // self._block * self._block
+        if congruent and middle >= MIN_CLONE and self._sharing.may_clone(source):
+            self._spread(source, src_offset, at, head)
+            if self._sharing.clone(source, src_offset + head, self._target, at + head, middle):
+                self._hash_source(source, src_offset + head, middle)
+                self.counters.cloned += middle
+            else:
+                self._spread(source, src_offset + head, at + head, middle)
+            done = head + middle
+            self._spread(source, src_offset + done, at + done, size - done)
+        else:
+            self._spread(source, src_offset, at, size)
+
+    def _spread(self, source: OpenSource, src_offset: int, at: int, size: int) -> None:
+        """Copy a range; holes of the source stay holes."""
+        for is_hole, offset, length in extents(source, src_offset, size):
+            there = at + offset - src_offset
+            if is_hole:
+                self._zeros(there, length)
+            elif length >= WINDOW and self._sharing.may_offload(source):
+                self._offload(source, offset, there, length)
+            else:
+                self._through(source, offset, there, length)
+
+    def _offload(self, source: OpenSource, src_offset: int, at: int, size: int) -> None:
+        """Let the kernel copy; the rest of a range that it refuses is read and written."""
+        done = 0
+        while done < size:
+            self._check_stop()
+            step = min(size - done, OFFLOAD_STEP)
+            got = self._sharing.offload(source, src_offset + done, self._target, at + done, step)
+            if not got:
+                break
+            done += got
+            self.counters.copied += got
+        self._hash_source(source, src_offset, done)
+        self._through(source, src_offset + done, at + done, size - done)
+
+    def _through(self, source: OpenSource, src_offset: int, at: int, size: int) -> None:
+        """Read into the window, hash, write when it is full."""
+        done = 0
+        while done < size:
+            self._check_stop()
+            view = self._window.room(at + done, size - done)
+            source.read_into(view, src_offset + done)
+            if self._hasher:
+                self._hasher.update(view)
+            self._window.advance(len(view))
+            done += len(view)
+            self.counters.copied += len(view)
+
+    def _hash_source(self, source: OpenSource, src_offset: int, size: int) -> None:
+        """Hash bytes that did not pass through the window, reading them once from the source."""
+        if self._hasher is None or not size:
+            return
+        for is_hole, offset, length in extents(source, src_offset, size):
+            if is_hole:
+                self._hasher.zeros(length)
+                continue
+            for start in range(0, length, WINDOW):
+                self._check_stop()
+                view = self._scratch[: min(WINDOW, length - start)]
+                source.read_into(view, offset + start)
+                self._hasher.update(view)

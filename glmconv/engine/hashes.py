@@ -1,0 +1,95 @@
+"""Hashes of payloads: a tree over fixed blocks, so that bytes may be written in any order.
+
+A leaf is the xxh3_128 digest (16 bytes, canonical order) of ``HASH_LEAF`` bytes of a payload (the
+last one may be shorter). A payload's digest is the xxh3_128 of its leaf digests put end to end.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import xxhash
+
+from glmconv.errors import DataError
+from glmconv.plan import HASH_LEAF
+
+DIGEST_BYTES = 16
+ZERO_PAGE = memoryview(bytes(1 << 16))
+
+
+def tree_digest(leaf_digests: bytes) -> bytes:
+    """Digest of a payload from its leaf digests (16 bytes each, put end to end)."""
+    return xxhash.xxh3_128(leaf_digests).digest()
+
+
+@cache
+def zero_leaf_digest() -> bytes:
+    """Digest of a whole leaf of zeros: holes of sparse files are hashed without reading them."""
+    return xxhash.xxh3_128(bytes(HASH_LEAF)).digest()
+
+
+class LeafHasher:
+    """Leaf digests of bytes that pass in order, from the start of a leaf on."""
+
+    __slots__ = ("_digests", "_hash", "_position")
+
+    def __init__(self) -> None:
+        self._digests = bytearray()
+        self._hash = xxhash.xxh3_128()
+        self._position = 0
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes; a piece may span any number of leaves."""
+        while True:
+            room = HASH_LEAF - self._position
+            if len(data) < room:
+                self._hash.update(data)
+                self._position += len(data)
+                return
+            self._hash.update(data[:room])
+            self._close()
+            data = data[room:]
+
+    def zeros(self, size: int) -> None:
+        """Take ``size`` zero bytes; whole leaves of zeros cost nothing."""
+        while size:
+            if self._position == 0 and size >= HASH_LEAF:
+                self._digests += zero_leaf_digest()
+                size -= HASH_LEAF
+                continue
+            take = min(size, HASH_LEAF - self._position, len(ZERO_PAGE))
+            self.update(ZERO_PAGE[:take])
+            size -= take
+
+    def end_payload(self) -> None:
+        """Close the leaf at a payload's end, if one is open."""
+        if self._position:
+            self._close()
+
+    def digests(self) -> bytes:
+        """Digests of all closed leaves, put end to end."""
+        return bytes(self._digests)
+
+    def _close(self) -> None:
+        self._digests += self._hash.digest()
+        self._hash.reset()
+        self._position = 0
+
+
+def hash_range(fd: int, offset: int, size: int, window: int = 1 << 20) -> bytes:
+    """Leaf digests of ``size`` bytes at ``offset`` of an open file.
+
+    Raises DataError when the file ends before the range does.
+    """
+    hasher = LeafHasher()
+    buffer = memoryview(bytearray(min(window, max(size, 1))))
+    done = 0
+    while done < size:
+        got = os.preadv(fd, [buffer[: size - done]], offset + done)
+        if got == 0:
+            raise DataError(f"the file ends at byte {offset + done}, {size - done} bytes short")
+        hasher.update(buffer[:got])
+        done += got
+    hasher.end_payload()
+    return hasher.digests()
