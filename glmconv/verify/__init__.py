@@ -1,0 +1,27 @@
+"""Running the real megatron-core ``GPTModel`` without Transformer Engine, on CPU or CUDA.
+
+Importing this package patches nothing and imports neither torch nor megatron-core. Use::
+
+    from glmconv.verify.parallel import Parallel, runtime
+    from glmconv.verify.model import build_model
+    from glmconv.verify.load import load_torch_dist, save_torch_dist
+    from glmconv.verify.forward import hf_logprobs, megatron_logprobs
+
+    with runtime(Parallel(tp=1, pp=1, ep=1)):           # compat steps and process groups
+        model = build_model(spec, index_topk=8)       # spec: glmconv.spec.ModelSpec
+        missing, unexpected = load_torch_dist(model, "…/release")
+        ours = megatron_logprobs(model, tokens)       # [batch, seq, vocab] fp32
+        theirs = hf_logprobs(hf_model, tokens)
+
+- ``build_model`` takes ``parallel`` (give the same one), ``precision`` (``fp32``, ``bf16``),
+  ``padded_vocab_size``, ``mtp=False`` to leave MTP layers out, ``layer_keys="per-layer"``.
+- ``load_torch_dist`` needs the unit directory (the one with ``.metadata``). A missing tensor is
+  a ``DataError``; ``missing`` holds ``_extra_state`` objects that a trainer would ask for,
+  ``unexpected`` what the file holds beyond the model (``optimizer.*`` for example).
+- More than one process: start them with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
+  ``MASTER_PORT`` set, as ``torchrun`` does, and call the same code in each.
+- megatron-core 0.16 to 0.18 expects the dialect ``mcore-0.18`` (fused latent norms, rope
+  channels last in the indexer), 0.19 and later ``mcore``; ``runtime_dialect()`` in
+  ``glmconv.verify.model`` tells which. Index sharing needs 0.19.
+- What was aligned between the runtimes is listed in ``model.alignments``: report it.
+"""
