@@ -1,0 +1,67 @@
+"""The command line. Heavy imports happen inside commands, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from glmconv import __version__
+from glmconv.errors import GlmconvError
+
+app = typer.Typer(
+    name="glmconv",
+    help="Move checkpoints between Hugging Face safetensors and Megatron torch_dist, and prove it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    epilog="Exit codes: 0 done, 1 the data is wrong, 2 usage, 3 input or output, 4 parity failed, "
+    "130/143 interrupted (the same command resumes).",
+)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        typer.echo(f"glmconv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Move checkpoints between Hugging Face safetensors and Megatron torch_dist, and prove it."""
+
+
+def _register() -> None:
+    from glmconv.cli import check, convert, diff, doctor, inspect, tables
+
+    for name, module in (
+        ("convert", convert),
+        ("check", check),
+        ("diff", diff),
+        ("inspect", inspect),
+        ("tables", tables),
+        ("doctor", doctor),
+    ):
+        app.command(name, no_args_is_help=name in ("convert", "check", "diff", "inspect"))(module.command)
+
+
+def main() -> None:
+    """Run the command line; every GlmconvError ends in its exit code and one message on stderr."""
+    _register()
+    try:
+        app()
+    except GlmconvError as error:
+        if os.environ.get("GLMCONV_DEBUG"):
+            raise
+        sys.stderr.write(f"glmconv: {error}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("glmconv: interrupted\n")
+        sys.exit(130)

@@ -1,0 +1,248 @@
+"""``glmconv convert``."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from glmconv.errors import UsageError
+
+if TYPE_CHECKING:
+    from glmconv.conversion import Report
+    from glmconv.engine import Stop
+
+_MEGATRON_KINDS = {"hf": "hf", "megatron": "megatron", "core": "megatron", "mcore": "megatron"}
+
+
+def command(
+    src: Annotated[
+        Path | None, typer.Argument(help="Checkpoint to read: an HF directory, a torch_dist root or unit.")
+    ] = None,
+    dst: Annotated[
+        Path | None, typer.Argument(help="Where the result appears; not there before it is complete.")
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", help="megatron, hf or hf-stacked (default: the other kind).")
+    ] = None,
+    dialect: Annotated[
+        str | None,
+        typer.Option(
+            help="Names and order of a torch_dist that is written: mcore (>= 0.19), mcore-0.18, slime, miles."
+        ),
+    ] = None,
+    from_dialect: Annotated[
+        str | None, typer.Option(help="Dialect of the torch_dist that is read, where it cannot be told.")
+    ] = None,
+    model_type: Annotated[str | None, typer.Option(help="Checked against config.json.")] = None,
+    origin_hf_dir: Annotated[
+        Path | None, typer.Option(help="HF config and side files of a torch_dist that carries none.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype", "--torch-dtype", help="Cast all but fp32-locked tensors: bfloat16, float16, float32."
+        ),
+    ] = None,
+    layer_keys: Annotated[
+        str | None, typer.Option(help="stacked or per-layer (default: the dialect's habit).")
+    ] = None,
+    padded_vocab_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows of embedding and head in a torch_dist; zero past the vocabulary."),
+    ] = None,
+    iteration: Annotated[
+        int | None, typer.Option(min=1, help="Write iter_NNNNNNN instead of release.")
+    ] = None,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(help="Largest HF shard, e.g. 5GB (default: the origin's own shards, else 5GB)."),
+    ] = None,
+    fill_missing_from: Annotated[
+        Path | None,
+        typer.Option("--fill-missing-from", "-a", help="HF checkpoint to take missing tensors from."),
+    ] = None,
+    allow_missing: Annotated[
+        list[str] | None, typer.Option(help="Exact HF name of a tensor that may be absent; repeatable.")
+    ] = None,
+    drop_mtp: Annotated[bool, typer.Option("--drop-mtp", help="Leave the MTP layers out.")] = False,
+    workers: Annotated[int, typer.Option("-j", "--workers", min=1, help="Threads that move bytes.")] = 2,
+    copy_mode: Annotated[str, typer.Option(help="auto, clone (share blocks or refuse) or copy.")] = "auto",
+    hash_mode: Annotated[
+        str, typer.Option("--hash", help="full, or none to read nothing that need not be read.")
+    ] = "full",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan, prove, print, write nothing.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", "-f", help="Replace an existing unit once the new one is complete.")
+    ] = False,
+    loader: Annotated[
+        str | None, typer.Option(help="Megatron's name for the source kind: hf or megatron.")
+    ] = None,
+    saver: Annotated[str | None, typer.Option(help="Megatron's name for --to.")] = None,
+    load_dir: Annotated[Path | None, typer.Option(help="Megatron's name for SRC.")] = None,
+    save_dir: Annotated[Path | None, typer.Option(help="Megatron's name for DST.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", "--no-progress", help="No progress.")] = False,
+) -> None:
+    """Convert a checkpoint between Hugging Face and Megatron torch_dist, streamed and proven.
+
+    [bold]glmconv convert GLM-5.2/ out/ --to megatron[/bold]
+
+    The form known from Megatron's tools is the same command:
+    [bold]glmconv convert --model-type glm_moe_dsa --loader hf --saver megatron --load-dir A --save-dir B[/bold]
+    """
+    src = _one("SRC", src, "--load-dir", load_dir)
+    dst = _one("DST", dst, "--save-dir", save_dir)
+    from glmconv.conversion import RunOptions, convert
+    from glmconv.planner import TargetOptions
+    from glmconv.sources import SourceOptions
+
+    if dialect is not None and (to or _kind("--saver", saver)) in ("hf", "hf-stacked"):
+        # An export writes no dialect: the word can only mean the source's.
+        from_dialect, dialect = from_dialect or dialect, None
+    source = SourceOptions(
+        model_type=model_type,
+        dialect=from_dialect,
+        origin_hf_dir=origin_hf_dir,
+        fill_missing_from=fill_missing_from,
+        allow_missing=frozenset(allow_missing or ()),
+        drop_mtp=drop_mtp,
+    )
+    target = TargetOptions(
+        to=to or _kind("--saver", saver),
+        dialect=dialect or "mcore",
+        layer_keys=layer_keys,
+        padded_vocab=padded_vocab_size,
+        iteration=iteration,
+        max_shard_size=None if max_shard_size is None else _bytes(max_shard_size),
+        dtype=dtype,
+    )
+    run = RunOptions(
+        workers=workers,
+        copy_mode=_choice("--copy-mode", copy_mode, ("auto", "clone", "copy")),
+        hash_mode=_choice("--hash", hash_mode, ("full", "none")),
+        overwrite=overwrite,
+        dry_run=dry_run,
+    )
+    _check_loader(loader, src)
+    from glmconv.cli.output import print_json, progress_bar
+
+    with _stoppable() as stop, progress_bar("converting", quiet or dry_run) as progress:
+        report = convert(src, dst, source=source, target=target, run=run, progress=progress, stop=stop)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        show(report)
+
+
+def _one(name: str, positional: Path | None, flag: str, named: Path | None) -> Path:
+    """The one path given as argument or as flag. Raises UsageError."""
+    if positional is not None and named is not None:
+        raise UsageError(f"{name} and {flag} are both given", hint="they mean the same: give one")
+    path = positional if positional is not None else named
+    if path is None:
+        raise UsageError(f"{name} is missing", hint="glmconv convert SRC DST --to megatron")
+    return path
+
+
+def _kind(flag: str, value: str | None) -> str | None:
+    if value is None:
+        return None
+    if value not in _MEGATRON_KINDS:
+        raise UsageError(f"{flag} {value}: unknown", hint="hf or megatron")
+    return _MEGATRON_KINDS[value]
+
+
+def _check_loader(loader: str | None, src: Path) -> None:
+    """``--loader`` must name what really lies at SRC."""
+    kind = _kind("--loader", loader)
+    if kind is None:
+        return
+    from glmconv.torchdist.location import detect_layout
+
+    found = detect_layout(src)
+    if found != kind:
+        raise UsageError(
+            f"--loader {loader}, but {src} holds a {found} checkpoint", hint="leave --loader away"
+        )
+
+
+def _choice(flag: str, value: str, allowed: tuple[str, ...]) -> Any:
+    if value not in allowed:
+        raise UsageError(f"{flag} {value}: unknown", hint=f"one of {', '.join(allowed)}")
+    return value
+
+
+def _bytes(text: str) -> int:
+    """``5GB`` (powers of 1000) or ``5GiB`` (powers of 1024). Raises UsageError."""
+    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    units |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+    digits = text.rstrip("BKMGTIbkmgti")
+    unit = text[len(digits) :].upper() or "B"
+    try:
+        value = int(float(digits) * units[unit])
+    except (ValueError, KeyError, OverflowError) as error:
+        raise UsageError(f"--max-shard-size {text}: not a size", hint="for instance 5GB or 500MB") from error
+    if value < 1:
+        raise UsageError(f"--max-shard-size {text}: must be positive")
+    return value
+
+
+@contextmanager
+def _stoppable() -> Iterator[Stop]:
+    """SIGINT and SIGTERM end the run cleanly; the journal stays and the same command resumes."""
+    from glmconv.engine import Stop
+
+    stop = Stop()
+
+    def request(number: int, _frame: object) -> None:
+        stop.request(number)
+
+    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def show(report: Report) -> None:
+    """The report as tables."""
+    from glmconv.cli.output import facts, size, table, warn
+
+    ledger, outcome = report.ledger, report.outcome
+    values: dict[str, object] = {
+        "from": f"{report.source}  {report.from_layout}",
+        "to": f"{report.path}  {report.to_layout}",
+        "model": report.model_type,
+        "ledger": f"every byte of {ledger.tensors:,} stored tensors written once, "
+        f"{size(ledger.used_bytes)} used once, {size(ledger.dropped_bytes)} dropped by name",
+        "files": f"{report.files:,} files, {size(ledger.target_bytes)}",
+        "plan": f"{report.plan_digest} in {report.plan_seconds:.1f} s",
+    }
+    if ledger.zero_bytes:
+        values["padding"] = f"{size(ledger.zero_bytes)} of zero rows"
+    if ledger.repeated_bytes:
+        values["duplicates"] = f"{size(ledger.repeated_bytes)} written again, as the origin has them"
+    if report.widened:
+        labels = ", ".join(sorted(set(report.widened.values())))
+        values["widened"] = f"{len(report.widened)} tensors from {labels} (exact)"
+    if outcome is None:
+        values["dry run"] = "nothing was written"
+    else:
+        values["bytes"] = ", ".join(f"{name} {size(count)}" for name, count in report.steps.items() if count)
+        rate = ledger.target_bytes / report.seconds if report.seconds else 0.0
+        values["time"] = f"{report.seconds:.1f} s, {size(rate)}/s"
+    values["memory"] = f"{size(report.peak_rss_anon)} at most"
+    facts("plan" if outcome is None else "converted", values)
+    if report.dropped:
+        rows = [(name, reason, size(count)) for name, reason, count in report.dropped[:20]]
+        if len(report.dropped) > len(rows):
+            rows.append((f"… {len(report.dropped) - len(rows)} more", "--json lists all", ""))
+        table("dropped", ("tensor", "reason", "size"), rows)
+    for warning in report.warnings:
+        warn(str(warning))
