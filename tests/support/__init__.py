@@ -1,0 +1,1 @@
+"""What tests share: checkpoint makers, golden lists, a hand-written reference, faults."""
