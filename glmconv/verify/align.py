@@ -32,7 +32,23 @@ def align_model_epsilons(model: Any) -> list[str]:
             what = f"{leaf}: epsilon {module.eps:g} -> {wanted:g}"
             module.eps = wanted
             changed[what] = changed.get(what, 0) + 1
-    return [f"{what} ({count} layers)" for what, count in changed.items()]
+    return _lines(changed)
+
+
+def align_hf_epsilons(model: Any, epsilon: float) -> list[str]:
+    """Set the latent norms' epsilon of a transformers model, the other way to align the two.
+
+    With ``rms_norm_eps`` it computes what megatron-core and the serving engines compute.
+    Returns one line for each kind changed.
+    """
+    changed: dict[str, int] = {}
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if leaf in ("q_a_layernorm", "kv_a_layernorm") and module.variance_epsilon != epsilon:
+            what = f"{leaf}: epsilon {module.variance_epsilon:g} -> {epsilon:g}"
+            module.variance_epsilon = epsilon
+            changed[what] = changed.get(what, 0) + 1
+    return _lines(changed)
 
 
 def feed_indexer_normalised_latent(model: Any) -> list[str]:
@@ -51,6 +67,10 @@ def feed_indexer_normalised_latent(model: Any) -> list[str]:
         module.core_attention.register_forward_pre_hook(_normalise_latent(up_projection), with_kwargs=True)
         aligned += 1
     return [f"indexer fed the normalised q latent ({aligned} layers)"] if aligned else []
+
+
+def _lines(changed: dict[str, int]) -> list[str]:
+    return [f"{what} ({count} layers)" for what, count in changed.items()]
 
 
 def _normalise_latent(up_projection: Any) -> Any:

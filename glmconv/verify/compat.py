@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
@@ -28,7 +28,7 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """``owner.attribute`` becomes ``value``; an owner that is a dict is patched by key."""
+    """``owner.attribute`` becomes ``value``; an owner that is a mapping is patched by key."""
 
     owner: Any
     attribute: str
@@ -42,6 +42,15 @@ class Step:
     name: str
     ends_with: str
     patches: Callable[[], list[Patch]]
+
+
+def _without_compiler() -> list[Patch]:
+    """Run small functions as they are: megatron-core wraps them in ``torch.compile``.
+
+    For one forward pass that costs more than it saves, and it needs a C++ compiler.
+    """
+    name = "TORCHDYNAMO_DISABLE"
+    return [] if name in os.environ else [Patch(os.environ, name, "1")]
 
 
 def _without_cuda() -> list[Patch]:
@@ -161,6 +170,7 @@ def _router_without_te_gemm() -> list[Patch]:
 
 
 STEPS: tuple[Step, ...] = (
+    Step("no compiler", "an option of megatron-core's jit_fuser", _without_compiler),
     Step("import without triton", "a guarded triton import in moe/ops/paged_stash.py", _without_triton),
     Step("no CUDA device", "a device option instead of torch.cuda.current_device", _without_cuda),
     Step("torch backend", "a backend argument of the TE layer spec functions and of MLA", _torch_backend),
@@ -181,9 +191,7 @@ def is_installed() -> bool:
 def install() -> tuple[str, ...]:
     """Apply the steps that this megatron-core needs; return their names. Idempotent.
 
-    Raises ``UsageError`` where megatron-core or torch is missing. Sets
-    ``TORCHDYNAMO_DISABLE=1`` unless it is set: megatron-core wraps small functions in
-    ``torch.compile``, which would need a compiler for one forward pass.
+    Raises ``UsageError`` where megatron-core or torch is missing.
     """
     if _applied:
         return tuple(_applied)
@@ -192,7 +200,6 @@ def install() -> tuple[str, ...]:
             "running the Megatron model needs torch and megatron-core",
             hint="pip install torch megatron-core",
         )
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:
         for step in STEPS:
             patches = step.patches()
@@ -227,7 +234,7 @@ def installed() -> Iterator[tuple[str, ...]]:
 
 def _swap(patch: Patch) -> Any:
     """Put ``patch.value`` in place (or remove it) and return what was there."""
-    if isinstance(patch.owner, dict):
+    if isinstance(patch.owner, MutableMapping):
         before = patch.owner.get(patch.attribute, _MISSING)
         if patch.value is _MISSING:
             patch.owner.pop(patch.attribute, None)

@@ -23,51 +23,89 @@ class LoadedKeys(NamedTuple):
     unexpected: frozenset[str]
 
 
-def load_torch_dist(model: Any, path: str | Path) -> LoadedKeys:
-    """Load the checkpoint directory ``path`` (the one with ``.metadata``) into ``model``.
+class TorchDist:
+    """A checkpoint directory (the one with ``.metadata``), its metadata read once for many loads.
 
-    Every process of the layout calls it. The keys are those of the model's own
-    ``sharded_state_dict`` under the checkpoint's ``content_metadata``, so this is what a
-    trainer does. Missing ``_extra_state`` objects are returned (a trainer refuses them);
-    ``load_state_dict`` is strict about everything else.
-
-    Raises ``StorageError`` where there is no checkpoint that this megatron-core reads, and
-    ``DataError`` for a missing tensor or a shape that does not fit.
+    Raises ``StorageError`` where there is no checkpoint that this megatron-core reads.
     """
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-    from megatron.core.dist_checkpointing.validation import StrictHandling
-    from torch.distributed.checkpoint.api import CheckpointException
 
-    where = str(path)
-    if not os.path.exists(os.path.join(where, ".metadata")):
-        raise StorageError("no .metadata here", where=where, hint="name the iter_* or release directory")
-    try:
-        shapes = {
-            item.key: getattr(item, "global_shape", ()) for item in load_sharded_metadata(where).values()
+    def __init__(self, path: str | Path) -> None:
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+        from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        self.where = str(path)
+        if not os.path.exists(os.path.join(self.where, ".metadata")):
+            raise StorageError(
+                "no .metadata here", where=self.where, hint="name the iter_* or release directory"
+            )
+        try:
+            self.shapes = {
+                item.key: tuple(getattr(item, "global_shape", ()))
+                for item in load_sharded_metadata(self.where).values()
+            }
+            self.metadata = dict(dist_checkpointing.load_content_metadata(self.where) or {})
+        except (CheckpointingException, CheckpointException, OSError, AttributeError) as error:
+            # AttributeError: megatron-core 0.16 stumbles in its own report of a missing common.pt.
+            raise StorageError(
+                f"megatron-core {_version()} cannot read this checkpoint: {_reason(error)}",
+                where=self.where,
+                hint="up to 0.18 it needs metadata.json and common.pt, "
+                "which megatron-core 0.19 no longer writes",
+            ) from error
+        if any(key.startswith("decoder.layers.0.") for key in self.shapes):
+            self.metadata["non_homogeneous_layers"] = True
+
+    def load(self, model: Any) -> LoadedKeys:
+        """Load all of ``model``, as a trainer does; every process of the layout calls it.
+
+        The keys are those of the model's own ``sharded_state_dict`` under the checkpoint's
+        ``content_metadata``. Missing ``_extra_state`` objects are returned (a trainer refuses
+        them); ``load_state_dict`` is strict about everything else. Raises ``DataError`` for a
+        missing tensor or a shape that does not fit.
+        """
+        from megatron.core.dist_checkpointing.validation import StrictHandling
+
+        sharded = _sharded_state(model, dict(self.metadata))
+        _require_tensors(sharded, self.shapes, self.where)
+        state, not_asked, not_there = self._read({"model": sharded}, strict=StrictHandling.RETURN_ALL)
+        _load_strictly(model, state["model"])
+        missing = frozenset().union(*_from_all(not_there))
+        return LoadedKeys(missing, frozenset(not_asked) - {"common_state"})
+
+    def load_part(self, stage: Any) -> None:
+        """Load a piece of a model from a checkpoint of the whole; ``stage`` names its keys.
+
+        Nothing outside the piece is read. Raises as ``load`` does.
+        """
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+        sharded = {
+            name: item
+            for name, item in _sharded_state(stage, dict(self.metadata)).items()
+            if not isinstance(item, ShardedObject)
         }
-        metadata = dict(dist_checkpointing.load_content_metadata(where) or {})
-    except (CheckpointingException, CheckpointException, OSError, AttributeError) as error:
-        # AttributeError: megatron-core 0.16 stumbles in its own report of a missing common.pt.
-        raise StorageError(
-            f"megatron-core {_version()} cannot read this checkpoint: {_reason(error)}",
-            where=where,
-            hint="up to 0.18 it needs metadata.json and common.pt, which megatron-core 0.19 no longer writes",
-        ) from error
-    if any(key.startswith("decoder.layers.0.") for key in shapes):
-        metadata["non_homogeneous_layers"] = True
-    sharded = _sharded_state(model, metadata)
-    _require_tensors(sharded, shapes, where)
-    try:
-        state, not_asked, not_there = dist_checkpointing.load(
-            {"model": sharded}, where, strict=StrictHandling.RETURN_ALL
-        )
-    except (CheckpointingException, CheckpointException) as error:
-        raise DataError(f"megatron-core refuses the checkpoint: {_reason(error)}", where=where) from error
-    _load_strictly(model, state["model"])
-    missing = frozenset().union(*_from_all(not_there))
-    return LoadedKeys(missing, frozenset(not_asked) - {"common_state"})
+        _require_tensors(sharded, self.shapes, self.where)
+        # The piece asks for a few rows of tensors that hold all layers: no process has the others.
+        _load_strictly(stage, self._read({"model": sharded}, validate_access_integrity=False)["model"])
+
+    def _read(self, sharded: dict[str, Any], **options: Any) -> Any:
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        try:
+            return dist_checkpointing.load(sharded, self.where, **options)
+        except (CheckpointingException, CheckpointException) as error:
+            raise DataError(
+                f"megatron-core refuses the checkpoint: {_reason(error)}", where=self.where
+            ) from error
+
+
+def load_torch_dist(model: Any, path: str | Path) -> LoadedKeys:
+    """``TorchDist(path).load(model)``: what a trainer does with the checkpoint directory ``path``."""
+    return TorchDist(path).load(model)
 
 
 def save_torch_dist(
@@ -100,16 +138,16 @@ def save_torch_dist(
     sharded = _sharded_state(model, dict(content))
     state: dict[str, Any] = {"model": sharded, "checkpoint_version": 3.0, "iteration": iteration}
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(sharded, metadata=_with_groups(dict(content)))
+        state["optimizer"] = optimizer.sharded_state_dict(sharded, metadata=with_groups(dict(content)))
     dist_checkpointing.save(state, str(path), content_metadata=content)
 
 
 def _sharded_state(model: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    sharded: dict[str, Any] = model.sharded_state_dict(prefix="", metadata=_with_groups(metadata))
+    sharded: dict[str, Any] = model.sharded_state_dict(prefix="", metadata=with_groups(metadata))
     return sharded
 
 
-def _with_groups(metadata: dict[str, Any]) -> dict[str, Any]:
+def with_groups(metadata: dict[str, Any]) -> dict[str, Any]:
     """The metadata with the process group that megatron-core's modules look up in it."""
     from megatron.core import parallel_state
 

@@ -36,6 +36,7 @@ def write_cases(directory: Path, families: tuple[str, ...] = mcore_models.FAMILI
         model = mcore_models.tiny(family)
         truth = mcore_models.oracle(model, ids)
         case: dict[str, Any] = {"tokens": ids, "logprobs": truth.logprobs, "mtp": truth.mtp_logprobs}
+        case["engine"] = mcore_models.engine_logprobs(model, ids)
         for dialect in DIALECTS:
             case[dialect] = hf_to_megatron_state_dict(
                 truth.weights, model.config, dialect, num_mtp=model.spec.num_mtp
@@ -163,6 +164,8 @@ def _sensitivity(case: dict[str, Any]) -> dict[str, Any]:
         name: float((output - case["logprobs"]).abs().max()) for name, output in outputs.items()
     }
     blind = outputs["indexer swapped, not sparse"] - outputs["right, not sparse"]
+    served = outputs["epsilons not aligned"] - case["engine"]
+    found["epsilons aligned in transformers"] = float(served.abs().max())
     return found | {"swap seen without sparsity": float(blind.abs().max()), "dtypes": sorted(dtypes)}
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from glmconv.spec import Dsa, Mla, ModelSpec, Moe, Rope
+from glmconv.verify.align import align_hf_epsilons
+from glmconv.verify.forward import hf_logprobs
 
 SEED = 20250
 VOCAB = 160
@@ -113,6 +115,14 @@ def oracle(model: Tiny, ids: Tensor) -> Oracle:
     joined = functional.linear(torch.cat(halves, dim=-1), own["eh_proj.weight"])
     out = hf.model(inputs_embeds=joined, use_cache=False).last_hidden_state
     return Oracle(weights, logprobs, hf.lm_head(out).float().log_softmax(-1))
+
+
+def engine_logprobs(model: Tiny, ids: Tensor) -> Tensor:
+    """As ``Oracle.logprobs``, with the epsilons of serving engines (and of megatron-core) in MLA."""
+    hf = hf_model(model, extra_layers=model.spec.num_mtp)
+    align_hf_epsilons(hf, model.spec.norm_eps)
+    hf.model.layers = hf.model.layers[: model.spec.num_layers]
+    return hf_logprobs(hf, ids)
 
 
 def _random(name: str, tensor: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 LANES = ("0.16.1", "0.19.2")
+ATTEMPTS = 3
+"""Another process may take the free port before rank 0 listens on it: then all start again."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -53,29 +55,42 @@ def run(
     path = lane_path(lane)
     if path is None:
         raise AssertionError(f"megatron-core {lane} is not here: set GLMCONV_MCORE_NEXT")
-    with tempfile.TemporaryDirectory(prefix="glmconv-run-") as scratch:
-        call = [f"{function.__module__}:{function.__qualname__}", json.dumps(dict(arguments or {})), scratch]
-        port = _free_port()
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "tests.support.mcore_run", *call],
-                cwd=ROOT,
-                env=_environment(path, rank, world, port),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(world)
-        ]
-        try:
-            outputs = [process.communicate(timeout=timeout)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(process.returncode for process in processes):
-            ends = "\n".join(f"--- rank {rank}\n{text[-4000:]}" for rank, text in enumerate(outputs))
-            raise AssertionError(f"{call[0]} failed with megatron-core {lane}:\n{ends}")
-        return [json.loads((Path(scratch) / f"{rank}.json").read_text()) for rank in range(world)]
+    for _ in range(ATTEMPTS):
+        with tempfile.TemporaryDirectory(prefix="glmconv-run-") as scratch:
+            call = [
+                f"{function.__module__}:{function.__qualname__}",
+                json.dumps(dict(arguments or {})),
+                scratch,
+            ]
+            codes, outputs = _start(call, path, world, timeout)
+            if not any(codes):
+                return [json.loads((Path(scratch) / f"{rank}.json").read_text()) for rank in range(world)]
+        if not any("EADDRINUSE" in text for text in outputs):
+            break
+    ends = "\n".join(f"--- rank {rank}\n{text[-4000:]}" for rank, text in enumerate(outputs))
+    raise AssertionError(f"{function.__qualname__} failed with megatron-core {lane}:\n{ends}")
+
+
+def _start(call: list[str], path: str, world: int, timeout: float) -> tuple[list[int], list[str]]:
+    """Exit code and output of each rank."""
+    port = _free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.support.mcore_run", *call],
+            cwd=ROOT,
+            env=_environment(path, rank, world, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], outputs
 
 
 def _environment(path: str, rank: int, world: int, port: int) -> dict[str, str]:
