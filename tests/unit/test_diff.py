@@ -70,13 +70,15 @@ def test_places_count_from_the_tensor_and_not_from_a_block(
     broken = copy(checkpoint("qwen3"), tmp_path / "broken")
 
     def change(tensor: Tensor) -> Tensor:
-        tensor[50, 100] = 9
+        tensor[50, 100] += 9
+        tensor[60, 100] += 1
         return tensor
 
     put(broken, DOWN, change)
     monkeypatch.setattr("glmconv.reading.Reader.blocks.__defaults__", (64,))
     [found] = odd(diff(checkpoint("qwen3"), broken)).values()
-    assert found.first == (50, 100)
+    assert (found.count, found.first) == (2, (50, 100))
+    assert found.max_abs == pytest.approx(9, abs=0.1)
 
 
 def test_a_value_that_is_not_a_number_has_no_distance(checkpoint: Make, tmp_path: Path) -> None:
@@ -104,7 +106,9 @@ def test_the_sign_of_zero_counts_as_a_difference(checkpoint: Make, tmp_path: Pat
 def test_missing_and_extra_tensors(checkpoint: Make, tmp_path: Path) -> None:
     less = copy(checkpoint("qwen3"), tmp_path / "less")
     drop(less, DOWN)
-    assert {name: one.status for name, one in odd(diff(checkpoint("qwen3"), less)).items()} == {DOWN: "missing"}
+    assert {name: one.status for name, one in odd(diff(checkpoint("qwen3"), less)).items()} == {
+        DOWN: "missing"
+    }
     assert {name: one.status for name, one in odd(diff(less, checkpoint("qwen3"))).items()} == {DOWN: "extra"}
     assert diff(less, less).equal
 
@@ -214,7 +218,9 @@ def test_any_number_of_workers_finds_the_same(checkpoint: Make, tmp_path: Path) 
 
 def test_progress_ends_at_its_total(checkpoint: Make) -> None:
     steps: list[tuple[int, int]] = []
-    report = diff(checkpoint("qwen3"), checkpoint("qwen3"), progress=lambda s: steps.append((s.done, s.total)))
+    report = diff(
+        checkpoint("qwen3"), checkpoint("qwen3"), progress=lambda s: steps.append((s.done, s.total))
+    )
     assert steps[-1] == (report.bytes_read, report.bytes_read)
 
 

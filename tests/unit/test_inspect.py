@@ -111,9 +111,10 @@ def test_the_command(
     assert "megatron (slime)" in ran.out
     assert "decoder.layers.4.self_attention.wq_b.weight" in ran.out
     assert "linear_proj" not in ran.out
-    assert "decoder.layers.0.input_layernorm.weight" in run_cli(
-        monkeypatch, capsys, "inspect", unit, "--tensors"
-    ).out
+    assert (
+        "decoder.layers.0.input_layernorm.weight"
+        in run_cli(monkeypatch, capsys, "inspect", unit, "--tensors").out
+    )
     content = json.loads(run_cli(monkeypatch, capsys, "inspect", unit, "--json").out)
     assert content["layout"] == "megatron (slime)"
     assert run_cli(monkeypatch, capsys, "inspect", tmp_path / "none").code == 3

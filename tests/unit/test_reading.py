@@ -104,6 +104,19 @@ def test_two_dtypes_come_in_the_same_blocks(tmp_path: Path) -> None:
     assert len(grids[0]) == 24
 
 
+def test_rows_far_apart_are_read_one_by_one(tmp_path: Path) -> None:
+    rows, cols, stride = 8, 3, 1 << 26
+    path = tmp_path / "sparse"
+    with path.open("wb") as stream:
+        for row in range(rows):
+            stream.seek(row * stride)
+            stream.write(numbers(rows, cols)[row].tobytes())
+    located = Located(HfTensor("x", (rows, cols)), DType.BF16, (Piece(0, 0, 0, 0, rows, cols, stride),))
+    with Reader([SourceFile(str(path), path.stat().st_size, 0)]) as reader:
+        assert np.array_equal(reader.whole(located), numbers(rows, cols))
+        assert len(reader._strip) <= 2 * cols * reading.WASTE
+
+
 def test_scalars_vectors_and_empty_tensors(tmp_path: Path) -> None:
     file = write(tmp_path / "file", numbers(1, 6).tobytes())
     with Reader([file]) as reader:
@@ -115,19 +128,19 @@ def test_scalars_vectors_and_empty_tensors(tmp_path: Path) -> None:
 
 
 def test_an_element_of_a_stacked_tensor_cut_in_chunks(tmp_path: Path) -> None:
-    """[layers, experts, rows, columns] in chunks of 1x2 experts and half the columns."""
-    whole = numbers(2 * 4 * 6, 10).reshape(2, 4, 6, 10)
+    """[layers, experts, rows, columns] in chunks of two layers, two experts and half the columns."""
+    whole = numbers(4 * 4 * 6, 10).reshape(4, 4, 6, 10)
     data, chunks = b"", []
-    for layer in range(2):
+    for layer in (0, 2):
         for first in (0, 2):
             for left in (0, 5):
-                part = whole[layer : layer + 1, first : first + 2, :, left : left + 5]
+                part = whole[layer : layer + 2, first : first + 2, :, left : left + 5]
                 chunks.append(StoredChunk((layer, first, 0, left), part.shape, 0, len(data)))
                 data += np.ascontiguousarray(part).tobytes()
     file = write(tmp_path / "file", data)
     tensor = StoredTensor("fc2", DType.BF16, whole.shape, chunks)
     with Reader([file]) as reader:
-        for layer in range(2):
+        for layer in range(4):
             for expert in range(4):
                 view = stored_view(tensor, (layer, expert))
                 assert view.tensor.shape == (6, 10)
@@ -176,7 +189,10 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:
     located = Located(HfTensor("x", (1,)), DType.BF16, (Piece(0, 0, 0, 0, 1, 1, 2),))
-    with Reader([SourceFile(str(tmp_path / "gone"), 2, 0)]) as reader, pytest.raises(StorageError, match="gone"):
+    with (
+        Reader([SourceFile(str(tmp_path / "gone"), 2, 0)]) as reader,
+        pytest.raises(StorageError, match="gone"),
+    ):
         reader.whole(located)
 
 
@@ -192,5 +208,7 @@ def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     files = [write(tmp_path / f"{i}", np.uint16(i).tobytes()) for i in range(9)]
     pieces = tuple(Piece(i, 0, i, 0, 1, 1, 2) for i in range(9))
     with Reader(files) as reader:
-        assert reader.whole(Located(HfTensor("x", (9,)), DType.BF16, pieces)).reshape(-1).tolist() == list(range(9))
+        assert reader.whole(Located(HfTensor("x", (9,)), DType.BF16, pieces)).reshape(-1).tolist() == list(
+            range(9)
+        )
         assert len(reader._open) == 3

@@ -1,0 +1,8 @@
+"""``check``: what is wrong with a checkpoint of either layout, without a model and without torch."""
+
+from __future__ import annotations
+
+from glmconv.checks.report import CheckOptions, CheckReport
+from glmconv.checks.run import check
+
+__all__ = ["CheckOptions", "CheckReport", "check"]
