@@ -4,7 +4,7 @@ The straight line of a caller::
 
     place = destination(dst, unit, sources=[src], overwrite=overwrite)   # refuses before any work
     with StagingLock(place.staging):
-        require_space(place.staging, plan.target_bytes)                  # fewer when extents are cloned
+        require_space(place.staging, space_needed(plan, place.staging, "auto"))
         outcome = execute(plan, place.staging, workers=2, stop=stop)     # fills unit_dir(place.staging)
         ...                                                              # caller adds metadata, manifest
         publish(place.staging, place.final, overwrite=overwrite)         # fsync, one rename
@@ -22,6 +22,7 @@ Signatures::
     discard(staging: Path) -> None
     write_tracker(root: Path, text: str) -> None
     require_space(path: Path, need: int) -> None
+    space_needed(plan: Plan, directory: Path, copy_mode: CopyMode) -> int
     StagingLock(staging: Path)                              # context manager; StorageError when busy
     clone_refusal(source: Path | None, directory: Path) -> str | None
     tree_digest(leaf_digests: bytes) -> bytes
@@ -37,6 +38,7 @@ from __future__ import annotations
 from glmconv.engine.clone import clone_refusal
 from glmconv.engine.hashes import DIGEST_BYTES, LeafHasher, hash_range, tree_digest
 from glmconv.engine.lock import StagingLock
+from glmconv.engine.outcome import CopyMode, HashMode, Outcome, Progress, Stop
 from glmconv.engine.publish import (
     Destination,
     destination,
@@ -47,7 +49,8 @@ from glmconv.engine.publish import (
     write_atomically,
     write_tracker,
 )
-from glmconv.engine.run import CopyMode, HashMode, Outcome, Progress, Stop, execute
+from glmconv.engine.run import execute
+from glmconv.engine.space import space_needed
 
 __all__ = [
     "DIGEST_BYTES",
@@ -66,6 +69,7 @@ __all__ = [
     "hash_range",
     "publish",
     "require_space",
+    "space_needed",
     "tree_digest",
     "unit_dir",
     "write_atomically",

@@ -81,7 +81,7 @@ class Blender:
         if cast is None:
             part.source.read_into(part.view[at : at + part.runs.width], offset)
             return
-        from glmconv.engine.grids import cast_bytes  # noqa: PLC0415  (numpy, only when needed)
+        from glmconv.engine.grids import cast_bytes  # numpy, only when needed
 
         for start in range(0, part.read_width, CAST_BLOCK):
             read = self._scratch[: min(CAST_BLOCK, part.read_width - start)]
@@ -92,7 +92,7 @@ class Blender:
 
     def _place_rows(self, part: _Part, first: int, rows: int) -> None:
         """Rows from one read, scattered (and cast) in memory."""
-        from glmconv.engine.grids import cast_bytes, dense_rows, scatter  # noqa: PLC0415  (numpy, as above)
+        from glmconv.engine.grids import cast_bytes, dense_rows, scatter  # numpy, as above
 
         width, stride, cast = part.read_width, part.move.src_stride, part.move.cast
         read = self._scratch[: (rows - 1) * stride + width]

@@ -7,11 +7,12 @@ import fcntl
 import os
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from glmconv.engine.files import OpenSource, OpenTarget, storage_error
 from glmconv.errors import StorageError
+from glmconv.plan import SourceFile
 
 FICLONERANGE = 0x4020940D  # _IOW(0x94, 13, struct file_clone_range), linux/fs.h
 BLOCK = 4096
@@ -52,9 +53,9 @@ def clone_range(source_fd: int, source_offset: int, target_fd: int, offset: int,
     fcntl.ioctl(target_fd, FICLONERANGE, struct.pack("=qQQQ", source_fd, source_offset, size, offset))
 
 
-def block_size(fd: int) -> int:
-    """What clone offsets must be multiples of on the file's filesystem."""
-    size = os.fstatvfs(fd).f_frsize
+def block_size(file: int | Path) -> int:
+    """What clone offsets must be multiples of on the filesystem of a descriptor or path."""
+    size = os.statvfs(file).f_frsize
     return size if BLOCK <= size <= LARGEST_BLOCK else BLOCK
 
 
@@ -174,14 +175,19 @@ class Sharing:
         self._no_clone: set[int] = set()
         self._no_offload: set[int] = set()
 
-    def may_clone(self, source: OpenSource) -> bool:
-        return self.mode != "copy" and source.device not in self._no_clone
+    def may_clone(self, device: int) -> bool:
+        """Whether files of this ``st_dev`` have not been refused so far."""
+        return self.mode != "copy" and device not in self._no_clone
 
-    def probe(self, sources: list[tuple[int, Path]], directory: Path) -> None:
-        """Try one source of each device. Under ``clone`` a refusal is a StorageError, before any work."""
+    def probe(self, sources: Sequence[SourceFile], directory: Path) -> None:
+        """Try the largest source of each device. Under ``clone`` a refusal is a StorageError."""
         if self.mode == "copy":
             return
-        for device, path in sources:
+        largest: dict[int, tuple[int, Path]] = {}
+        for source in sources:
+            device, file = os.stat(source.path).st_dev, Path(source.path)
+            largest[device] = max(largest.get(device, (-1, file)), (source.size, file))
+        for device, (_, path) in largest.items():
             reason = clone_refusal(path, directory)
             if reason is None:
                 continue

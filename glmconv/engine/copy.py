@@ -6,6 +6,7 @@ window of memory. Bytes are hashed as they pass. Neighbouring small pieces are w
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,13 +31,18 @@ OFFLOAD_STEP = 16 << 20
 
 @dataclass(slots=True)
 class Counters:
-    """Bytes of payloads by the way they came; ``literal`` counts what lies between payloads."""
+    """Bytes of payloads by the way they came; ``literal`` counts what lies between payloads.
+
+    ``reread`` are bytes read, in ``reread_seconds``, for their hash alone.
+    """
 
     cloned: int = 0
     copied: int = 0
     computed: int = 0
     zero: int = 0
     literal: int = 0
+    reread: int = 0
+    reread_seconds: float = 0.0
 
     @property
     def payload(self) -> int:
@@ -52,7 +58,7 @@ class StopCheck(Protocol):
 class Window:
     """Bytes on their way to one target file: gathered while they are neighbours, then written."""
 
-    def __init__(self, size: int = WINDOW) -> None:
+    def __init__(self, size: int) -> None:
         self._view = memoryview(bytearray(size))
         self._base = 0
         self._fill = 0
@@ -98,7 +104,7 @@ class Copier:
         self._sharing = sharing
         self._hashing = hashing
         self._check_stop = check_stop
-        self._window = Window()
+        self._window = Window(WINDOW)
         self._scratch = memoryview(bytearray(WINDOW))
         self._blender = Blender(sources, self._scratch)
         self._hasher: LeafHasher | None = None
@@ -110,7 +116,8 @@ class Copier:
 
         Without hashing there are none. All bytes are written (not yet flushed to the device) when it returns.
         """
-        self._target, self._block = target, block_size(target.fd)
+        if target is not self._target:
+            self._target, self._block = target, block_size(target.fd)
         self._window.open(target)
         self._hasher = LeafHasher() if self._hashing else None
         literals = slots.literals(slots.start(first), slots.start(end))
@@ -181,8 +188,9 @@ class Copier:
         congruent = (src_offset - at) % self._block == 0
         head = -at % self._block
         middle = (size - head) // self._block * self._block
-        if congruent and middle >= MIN_CLONE and self._sharing.may_clone(source):
+        if congruent and middle >= MIN_CLONE and self._sharing.may_clone(source.device):
             self._spread(source, src_offset, at, head)
+            self._window.flush()  # what goes by another way must not look like a gap to fill
             if self._sharing.clone(source, src_offset + head, self._target, at + head, middle):
                 self._hash_source(source, src_offset + head, middle)
                 self.counters.cloned += middle
@@ -206,6 +214,7 @@ class Copier:
 
     def _offload(self, source: OpenSource, src_offset: int, at: int, size: int) -> None:
         """Let the kernel copy; the rest of a range that it refuses is read and written."""
+        self._window.flush()
         done = 0
         while done < size:
             self._check_stop()
@@ -235,6 +244,7 @@ class Copier:
         """Hash bytes that did not pass through the window, reading them once from the source."""
         if self._hasher is None or not size:
             return
+        began = time.monotonic()
         for is_hole, offset, length in extents(source, src_offset, size):
             if is_hole:
                 self._hasher.zeros(length)
@@ -244,3 +254,5 @@ class Copier:
                 view = self._scratch[: min(WINDOW, length - start)]
                 source.read_into(view, offset + start)
                 self._hasher.update(view)
+                self.counters.reread += len(view)
+        self.counters.reread_seconds += time.monotonic() - began

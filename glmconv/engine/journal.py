@@ -44,7 +44,7 @@ class Found:
 
 
 def _line(record: dict[str, Any]) -> bytes:
-    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(record, separators=(",", ":")).encode()  # ASCII: paths need not be Unicode
     return b"%s %s\n" % (xxhash.xxh3_64(text).hexdigest().encode(), text)
 
 

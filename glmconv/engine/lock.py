@@ -11,7 +11,6 @@ import errno
 import fcntl
 import json
 import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -36,7 +35,7 @@ def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        return socket.gethostname()
+        return os.uname().nodename
 
 
 def _start_ticks(pid: int) -> str:
@@ -166,7 +165,7 @@ class StagingLock:
 
     def _write_holder(self) -> None:
         holder = {
-            "host": socket.gethostname(),
+            "host": os.uname().nodename,
             "pid": os.getpid(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "boot": _boot_id(),

@@ -4,87 +4,35 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from glmconv.engine.clone import Sharing
 from glmconv.engine.commit import Committer, TargetFiles
 from glmconv.engine.copy import Copier, Counters
 from glmconv.engine.equal import check_equal
 from glmconv.engine.files import Sources, check_sources, storage_error, sync_directory
-from glmconv.engine.hashes import DIGEST_BYTES, tree_digest
+from glmconv.engine.hashes import DIGEST_BYTES
 from glmconv.engine.journal import Finished, Found, Journal, open_journal
+from glmconv.engine.outcome import CopyMode, HashMode, Outcome, Progress, Stop
 from glmconv.engine.publish import journal_path, unit_dir
 from glmconv.engine.schedule import Job, Schedule, unfinished
 from glmconv.engine.slots import target_slots
 from glmconv.errors import DataError, Interrupted, StorageError, UsageError
-from glmconv.plan import HASH_LEAF, Plan
-
-CopyMode = Literal["auto", "clone", "copy"]
-HashMode = Literal["full", "none"]
+from glmconv.plan import Plan
 
 JOURNAL_BYTES = 256 << 20
 JOB_BYTES = 64 << 20
+"""Bytes of one job at most (but at least one slot): what a worker does between two records."""
+
 CLONE_WEIGHT = 16
 """A cloned byte's share of a written one's cost, when batches for the journal are measured."""
 
 TICK = 0.1
 """Seconds between two calls of the progress function."""
-
-
-class Stop:
-    """A request to end early. A signal handler may set it: it takes no lock."""
-
-    def __init__(self) -> None:
-        self.signal_number = 0
-
-    def request(self, signal_number: int = signal.SIGINT) -> None:
-        self.signal_number = signal_number
-
-    def is_set(self) -> bool:
-        return self.signal_number != 0
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Payload bytes done (``reused`` ones included) of ``total``, and seconds since the start."""
-
-    done: int
-    total: int
-    reused: int
-    seconds: float
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a run did. Bytes are payload bytes by the way they came; they add up to the plan's.
-
-    ``bytes_zero`` counts padding and holes of sparse sources, ``bytes_reused`` what an earlier run
-    had finished, ``bytes_literal`` (beside the sum) what lies between payloads. ``clone_reason`` says
-    why bytes were copied that might have been cloned; empty when nothing was refused.
-    ``leaves[(target path, payload index)]`` holds leaf digests, 16 bytes each, put end to end.
-    """
-
-    copy_mode: CopyMode
-    hash_mode: HashMode
-    bytes_cloned: int
-    bytes_copied: int
-    bytes_computed: int
-    bytes_zero: int
-    bytes_literal: int
-    bytes_reused: int
-    seconds: float
-    clone_reason: str
-    leaves: dict[tuple[str, int], bytes] = field(repr=False)
-
-    def digest(self, path: str, index: int) -> bytes:
-        """Digest of payload ``index`` of target ``path``. KeyError when the run did not hash."""
-        return tree_digest(self.leaves[path, index])
 
 
 def execute(
@@ -181,7 +129,7 @@ class _Run:
         self._digests = [bytearray(DIGEST_BYTES * (slots.count - 1)) for slots in self._targets]
         self._reused = 0
         self._sharing = Sharing(options.copy_mode, staging, server_copy=options.hash_mode == "none")
-        self._schedule = self._resume(found, min(JOB_BYTES, max(HASH_LEAF, options.journal_bytes // 4)))
+        self._schedule = self._resume(found, min(JOB_BYTES, max(1, options.journal_bytes // 4)))
         self._pairs = [index for index in range(len(plan.equal)) if index not in found.equal]
         self._counters: list[Counters] = []
         self._committer: Committer | None = None
@@ -208,7 +156,7 @@ class _Run:
         self._digests[done.target][at : at + len(done.digests)] = done.digests
 
     def execute(self, workers: int, progress: Callable[[Progress], None] | None) -> Outcome:
-        self._probe()
+        self._sharing.probe(self._plan.sources, self._staging)
         self._committer = Committer(self._files, self._journal, self._options.journal_bytes, self._fail)
         threads = [
             threading.Thread(target=self._work, args=(worker,), name=f"glmconv-copy-{worker}")
@@ -235,15 +183,6 @@ class _Run:
         if progress is not None:
             progress(self._progress())
         return self._outcome()
-
-    def _probe(self) -> None:
-        """Find out, on one source of each device, whether extents can be shared."""
-        largest: dict[int, tuple[int, Path]] = {}
-        for source in self._plan.sources:
-            path = Path(source.path)
-            device = os.stat(path).st_dev
-            largest[device] = max(largest.get(device, (-1, path)), (source.size, path))
-        self._sharing.probe([(device, path) for device, (_, path) in largest.items()], self._staging)
 
     def _watch(self, threads: list[threading.Thread], progress: Callable[[Progress], None] | None) -> None:
         for thread in threads:
@@ -318,6 +257,8 @@ class _Run:
             bytes_zero=total("zero"),
             bytes_literal=total("literal"),
             bytes_reused=self._reused,
+            bytes_reread=total("reread"),
+            reread_seconds=sum(counters.reread_seconds for counters in self._counters),
             seconds=time.monotonic() - self._began,
             clone_reason=self._sharing.reason,
             leaves=self._leaves() if self._options.hash_mode == "full" else {},

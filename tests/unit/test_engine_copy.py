@@ -21,10 +21,9 @@ import glmconv.engine.run
 import glmconv.engine.segments
 import glmconv.engine.slots
 from glmconv.dtypes import DType
-from glmconv.engine import HashMode, Outcome, execute, hash_range, tree_digest, unit_dir
+from glmconv.engine import CopyMode, HashMode, Outcome, execute, hash_range, tree_digest, unit_dir
 from glmconv.engine.clone import extents
 from glmconv.engine.files import OpenSource
-from glmconv.engine.run import CopyMode
 from glmconv.errors import DataError, StorageError
 from glmconv.plan import Equal, Move, Plan, SourceFile
 from tests.support.engine_plans import (
@@ -39,7 +38,7 @@ from tests.support.engine_plans import (
 SMALL: dict[ModuleType, dict[str, int]] = {
     glmconv.engine.hashes: {"HASH_LEAF": 64},
     glmconv.engine.slots: {"HASH_LEAF": 64},
-    glmconv.engine.run: {"HASH_LEAF": 64, "JOB_BYTES": 200},
+    glmconv.engine.run: {"JOB_BYTES": 1000},
     glmconv.engine.copy: {"WINDOW": 96, "PAGE": 16, "SMALL_GAP": 8, "OFFLOAD_STEP": 50},
     glmconv.engine.blend: {"FAR_ROWS": 8, "CAST_BLOCK": 24},
     glmconv.engine.segments: {"LONG_RUN": 20, "FAR_APART": 60},
@@ -97,8 +96,8 @@ def test_a_payload_digest_is_the_hash_of_its_leaf_digests(tmp_path: Path) -> Non
 @st.composite
 def tiled_moves(draw: st.DrawFn) -> tuple[int, list[Move]]:
     """A payload ``[rows, width]`` cut into columns, some of them missing; each comes from its own place."""
-    rows = draw(st.integers(1, 9))
-    widths = draw(st.lists(st.integers(1, 40).map(lambda w: 4 * w), min_size=1, max_size=5))
+    rows = draw(st.integers(1, 40))
+    widths = draw(st.lists(st.integers(1, 30).map(lambda w: 4 * w), min_size=1, max_size=4))
     moves, column = [], 0
     for width in widths:
         kind = draw(st.sampled_from(["dense", "strided", "apart", "repeated", "cast", "missing"]))
@@ -114,10 +113,15 @@ def tiled_moves(draw: st.DrawFn) -> tuple[int, list[Move]]:
     return rows * sum(widths), moves
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(tiled_moves(), min_size=1, max_size=4), st.integers(1, 3), st.sampled_from(["auto", "copy"]))
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(tiled_moves(), min_size=1, max_size=4),
+    st.integers(1, 3),
+    st.sampled_from(["auto", "copy"]),
+    st.sampled_from([256, 1 << 20]),
+)
 def test_any_tiling_is_written_exactly(
-    tilings: list[tuple[int, list[Move]]], workers: int, copy_mode: CopyMode
+    tilings: list[tuple[int, list[Move]]], workers: int, copy_mode: CopyMode, journal_bytes: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         for module, constants in SMALL.items():
@@ -129,12 +133,14 @@ def test_any_tiling_is_written_exactly(
         patch.setattr(os, "fsync", lambda fd: None)  # hundreds of runs: flushing them tests nothing here
         patch.setattr(os, "fdatasync", lambda fd: None)
         planner = Planner(Path(folder))
-        planner.source(0, b"".join(bytes([i % 251, i % 7, i % 100, 64]) for i in range(2000)))
+        planner.source(0, b"".join(bytes([i % 251, i % 7, i % 100, 64]) for i in range(9000)))
         target = planner.target("file")
         for size, moves in tilings:
             planner.payload(target, size, moves)
         plan = planner.plan()
-        outcome = run(plan, Path(folder) / "s", workers=workers, copy_mode=copy_mode, journal_bytes=256)
+        outcome = run(
+            plan, Path(folder) / "s", workers=workers, copy_mode=copy_mode, journal_bytes=journal_bytes
+        )
         assert read_tree(unit_dir(Path(folder) / "s")) == expected_files(plan)
         assert bytes_done(outcome) == plan.payload_bytes
 
@@ -205,7 +211,7 @@ def test_a_changed_source_is_refused_before_any_work(tmp_path: Path, change: str
     else:
         os.truncate(path, (1 << 20) if change == "shrink" else (4 << 20))
         os.utime(path, ns=(plan.sources[0].mtime_ns,) * 2)
-    with pytest.raises(DataError, match="shrank|grew|modified") as caught:
+    with pytest.raises(DataError, match=r"shrank|grew|modified") as caught:
         run(plan, tmp_path / "s")
     assert caught.value.where == os.fspath(path)
     assert not unit_dir(tmp_path / "s").exists()
@@ -234,7 +240,7 @@ def test_a_source_that_changes_meanwhile_is_an_error(
         return digests
 
     monkeypatch.setattr(glmconv.engine.copy.Copier, "run", changing)
-    with pytest.raises(DataError, match="shrank|modified"):
+    with pytest.raises(DataError, match=r"shrank|modified"):
         run(plan, tmp_path / "s")
 
 
@@ -278,6 +284,6 @@ def test_an_overflowing_cast_names_the_file(tmp_path: Path) -> None:
     planner = Planner(tmp_path)
     src = planner.source(0, np.full(100, 1e6, np.float32).tobytes())
     planner.payload(planner.target("file"), 200, [Move(src, 0, 0, 400, cast=(DType.F32, DType.F16))])
-    with pytest.raises(DataError, match="1000000.0 does not fit F16") as caught:
+    with pytest.raises(DataError, match="does not fit F16") as caught:
         run(planner.plan(), tmp_path / "s")
     assert caught.value.where == planner.sources[0].path

@@ -1,0 +1,50 @@
+"""How much of a disk a plan will take: asked before any work, so that a run does not end in the middle."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from glmconv.engine.clone import MIN_CLONE, Sharing, block_size
+from glmconv.engine.files import check_sources
+from glmconv.engine.segments import LONG_RUN, normalized
+from glmconv.plan import Move, Payload, Plan
+
+CLONE_COST = 2 * 4096
+"""Bytes of the filesystem's own records that one cloned range takes, as measured on XFS and btrfs."""
+
+
+def space_needed(plan: Plan, directory: Path, copy_mode: str) -> int:
+    """Bytes that writing the plan into ``directory`` will take there, at most roughly.
+
+    Ranges that can be cloned take next to none, holes of a sparse source none at all. Under ``auto``
+    a range that is refused later is copied all the same, so this is an estimate, not a promise.
+    Raises StorageError where ``clone`` is impossible, DataError where a source has changed.
+    """
+    check_sources(plan.sources)
+    sharing = Sharing(copy_mode, directory, server_copy=False)
+    sharing.probe(plan.sources, directory)
+    block = block_size(directory)
+    stats = [os.stat(source.path) for source in plan.sources]
+    cloning = [sharing.may_clone(stat.st_dev) for stat in stats]
+    written = [0] * len(stats)
+    need = plan.target_bytes
+    for _, payload in plan.payloads():
+        for move in payload.moves:
+            cloned = _cloned(payload, normalized(move), block) if cloning[move.src] else 0
+            need -= max(0, cloned - CLONE_COST * move.count)
+            if move.cast is None:
+                written[move.src] += move.src_bytes - cloned
+    holes = (max(0, stat.st_size - stat.st_blocks * 512) for stat in stats)
+    return need - sum(min(hole, size) for hole, size in zip(holes, written, strict=True))
+
+
+def _cloned(payload: Payload, move: Move, block: int) -> int:
+    """Bytes of whole blocks in a move whose source and target lie alike in their blocks."""
+    at = payload.offset + move.dst_offset
+    strides = 0 if move.count == 1 else move.src_stride - move.dst_stride
+    alone = move.count == 1 or move.run >= LONG_RUN
+    if move.cast is not None or not alone or (move.src_offset - at) % block or strides % block:
+        return 0
+    middle = (move.run - -at % block) // block * block
+    return middle * move.count if middle >= MIN_CLONE else 0
