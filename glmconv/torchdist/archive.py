@@ -129,6 +129,13 @@ class ArchiveReader:
             self._refuse(f"has a member {name!r} of {member.size} bytes, more than {limit}")
         return self._at(member.offset, member.size)
 
+    def part_of(self, name: str, start: int, size: int) -> bytes:
+        """``size`` bytes of a member's data from ``start`` on."""
+        member = self.member(name)
+        if start + size > member.size:
+            self._refuse(f"has {member.size} bytes in {name!r}, not {start + size}")
+        return self._at(member.offset + start, size)
+
     def _at(self, offset: int, size: int) -> bytes:
         if offset < 0 or offset + size > self._length:
             self._refuse(f"points at bytes {offset} to {offset + size}, outside of its {self._length} bytes")

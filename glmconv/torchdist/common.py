@@ -49,10 +49,11 @@ METADATA_JSON = (
 """Content of ``metadata.json`` (megatron-core, dist_checkpointing/core.py, CheckpointingConfig)."""
 
 MAX_PICKLE = 64 << 20
-MAX_VALUES = 2_000_000
+MAX_VALUES = 500_000
 MAX_DEPTH = 64
 MAX_INLINE = 4096
-"""Limits of what is read: bytes of pickle, values in it, their nesting, bytes of a tensor's data."""
+MAX_INLINE_SUM = 16 << 20
+"""Limits of what is read: bytes of pickle, values, their nesting, bytes of one and of all tensors."""
 
 _ANYTHING = Policy(persistent=True)
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
@@ -200,6 +201,7 @@ class _Plain:
         self.archive = archive
         self.where = where
         self.left = MAX_VALUES
+        self.inline = MAX_INLINE_SUM
 
     def of(self, value: Any, depth: int) -> Any:
         self.left -= 1
@@ -220,17 +222,21 @@ class _Plain:
         return Opaque("storage") if isinstance(value, Persistent) else value
 
     def _key(self, key: Any, depth: int) -> Any:
-        return self.of(key, depth - 1) if isinstance(key, (Node, Global, tuple)) else key
+        made = self.of(key, depth - 1) if isinstance(key, (Node, Global, tuple)) else key
+        if isinstance(made, Namespace):
+            raise DataError("has a key that is a Namespace, which cannot be one", where=self.where)
+        return made
 
     def _node(self, node: Node, depth: int) -> Any:
         tensor = stored_tensor(node)
         if tensor is not None:
             size = payload_bytes(tensor.dtype, tensor.shape)
-            if not tensor.is_contiguous or size > MAX_INLINE:
+            if not tensor.is_contiguous or size > min(MAX_INLINE, self.inline):
                 return StoredValue(tensor.dtype, tensor.shape)
-            data = self.archive.bytes_of(f"data/{tensor.key}", MAX_PICKLE)
+            self.inline -= size
             start = tensor.offset * tensor.dtype.itemsize
-            return StoredValue(tensor.dtype, tensor.shape, data[start : start + size])
+            data = self.archive.part_of(f"data/{tensor.key}", start, size)
+            return StoredValue(tensor.dtype, tensor.shape, data)
         path = node.target.path
         if path in _NAMESPACES and isinstance(node.state, dict):
             namespace = Namespace()

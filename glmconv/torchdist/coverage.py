@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
+from operator import add, gt
 
 from glmconv.torchdist.entries import TensorEntry
 
@@ -33,10 +35,9 @@ def fault_of(entry: TensorEntry) -> str:
 
 def _fits(box: Box, shape: tuple[int, ...]) -> bool:
     offsets, sizes = box
-    if len(offsets) != len(shape) or len(sizes) != len(shape):
+    if len(offsets) != len(shape) or len(sizes) != len(shape) or min(offsets + sizes, default=0) < 0:
         return False
-    ends = zip(offsets, sizes, shape, strict=True)
-    return all(start >= 0 and size >= 0 and start + size <= whole for start, size, whole in ends)
+    return not any(map(gt, map(add, offsets, sizes), shape))
 
 
 def _overlap(boxes: Sequence[Box], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -64,15 +65,21 @@ def _overlap(boxes: Sequence[Box], rank: int) -> tuple[tuple[int, ...], tuple[in
 
 def _slabs(group: Sequence[Box], dim: int, budget: int) -> list[list[Box]]:
     """The boxes of each slab between two borders along ``dim``; a box may lie in many."""
-    spans = {(offsets[dim], offsets[dim] + sizes[dim]) for offsets, sizes in group}
-    borders = sorted({border for span in spans for border in span})
+    spans: dict[tuple[int, int], list[Box]] = {}
+    for box in group:
+        start = box[0][dim]
+        spans.setdefault((start, start + box[1][dim]), []).append(box)
+    ordered = sorted(spans)
+    if all(span[1] <= following[0] for span, following in pairwise(ordered)):
+        return list(spans.values())
+    borders = sorted({border for span in ordered for border in span})
     number = {border: index for index, border in enumerate(borders)}
     slabs: list[list[Box]] = [[] for _ in borders]
-    for box in group:
-        first, last = number[box[0][dim]], number[box[0][dim] + box[1][dim]]
-        budget -= last - first - 1
+    for (start, end), boxes in spans.items():
+        first, last = number[start], number[end]
+        budget -= (last - first - 1) * len(boxes)
         if budget < 0:
             raise OverflowError
-        for index in range(first, last):
-            slabs[index].append(box)
+        for slab in slabs[first:last]:
+            slab.extend(boxes)
     return [slab for slab in slabs if slab]

@@ -36,12 +36,14 @@ class _Writer(PickleWriter):
         out += [self.begin(_METADATA, "Metadata"), self.text("state_dict_metadata"), b"}("]
         for name, entry in tensors.items():
             self._tensor(name, entry)
+            self.gather()
         for name in objects:
             out += [self.text(name), self.named(_METADATA, "BytesStorageMetadata"), b")\x81"]
         out += [b"u", self.text("planner_data"), b"N", self.text("storage_data"), b"}("]
         for name, entry in tensors.items():
             for chunk in entry.chunks:
                 self._stored(name, chunk, chunk.offsets)
+            self.gather()
         for name, place in objects.items():
             self._stored(name, place, None)
         out += [b"u", self.text("storage_meta")]

@@ -67,21 +67,22 @@ def locate(path: Path) -> Located:
 def detect_layout(path: Path) -> Literal["hf", "megatron"]:
     """Which layout a directory holds, told by the files in it, never by its name.
 
+    A ``config.json`` or a tokenizer beside a Megatron checkpoint does not make it another layout.
     Raises :class:`StorageError` if it holds neither, :class:`DataError` if it holds both.
     """
     if not path.is_dir():
         raise StorageError("is not a directory", where=str(path), hint="pass a checkpoint's directory")
     megatron = any((path / name).is_file() for name in (METADATA, TRACKER, BRIDGE_TRACKER))
-    hugging_face = (path / "config.json").is_file() or any(path.glob("*.safetensors"))
-    if megatron and hugging_face:
+    shards = any(path.glob("*.safetensors"))
+    if megatron and shards:
         raise DataError(
-            "holds both a Megatron checkpoint and Hugging Face files",
+            "holds both a Megatron checkpoint and safetensors files",
             where=str(path),
             hint="move one of them away, or pass the iteration's own directory",
         )
     if megatron:
         return "megatron"
-    if hugging_face:
+    if shards or (path / "config.json").is_file():
         return "hf"
     units = _units(path)
     raise StorageError(
@@ -129,6 +130,6 @@ def _tracked(root: Path) -> int | None:
 
 def _bridge_tracked(tracker: Path) -> int:
     step = read_scalars(tracker).get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
         raise DataError("holds no step", where=str(tracker), hint="pass the iteration's own directory")
     return step

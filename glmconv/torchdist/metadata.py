@@ -172,6 +172,9 @@ def _opened(path: Path) -> Iterator[int]:
     except OSError as error:
         raise StorageError(f"cannot open it: {error.strerror}", where=str(path)) from error
     try:
+        if hasattr(os, "posix_fadvise"):
+            # One small read a record: read-ahead would fetch far more of a cold file than is used.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         yield fd
     finally:
         os.close(fd)

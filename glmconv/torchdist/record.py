@@ -25,8 +25,9 @@ from glmconv.torchdist.writing import named as named_global
 MAX_PAYLOAD = (1 << 32) - 4096
 """Bytes that a payload must stay below: a record of 4 GiB would need the zip64 form, another head."""
 
-# Hash of the members' names, then of their CRCs (all 0): the same for every record of one tensor.
+# Hash of the members' names, then of the CRCs (all 0) of those that are not empty.
 _SERIALIZATION_ID = b"1572819951185464302603005401530805769991"
+_SERIALIZATION_ID_EMPTY = b"1572819951185464302600046082544174525093"
 
 # Dtypes that torch pickles by a storage class of their own; others by the dtype itself.
 _STORAGE_OF_DTYPE = {
@@ -104,7 +105,8 @@ def _frame(dtype: DType, shape: tuple[int, ...], checksum: Callable[[bytes], int
     head += [archive.member(".format_version", b"1"), archive.member(".storage_alignment", b"64")]
     head += [archive.member("byteorder", b"little"), archive.open("data/0", payload)]
     tail = [archive.close(payload), archive.member("version", b"3\n")]
-    tail += [archive.member(".data/serialization_id", _SERIALIZATION_ID), archive.end()]
+    identity = _SERIALIZATION_ID if payload else _SERIALIZATION_ID_EMPTY
+    tail += [archive.member(".data/serialization_id", identity), archive.end()]
     return Frame(b"".join(head), b"".join(tail), payload)
 
 
@@ -202,7 +204,9 @@ def payload_offset(
     """
     for head, whole in _known_heads(dtype, shape):
         if length == whole and pread(fd, len(head), offset, where) == head:
-            pread(fd, 1, offset + length - 1, where)
+            end = os.fstat(fd).st_size
+            if end < offset + length:
+                raise DataError(f"ends at byte {end}, {offset + length - end} bytes early", where=where)
             return offset + len(head)
     reader = ArchiveReader(
         lambda at, size: pread(fd, size, offset + at, where), length, where, max_members=64

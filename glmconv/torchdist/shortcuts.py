@@ -33,121 +33,185 @@ _SIZE = _GET + rb"(?:(\(?(?:K.|M..|J....|\x8a\x05.....)*[\x85-\x87t])\x94\x85\x9
 _BEGIN = rb"\x94}\x94\("
 # TensorProperties, made in place (its class, then its state) or fetched.
 _PROPERTIES = rb"(?:\)\x81\x94\(" + _GET + _GET + rb"[\x88\x89]" + _GET + rb"[\x88\x89]t\x94b)?"
-_TENSOR = re.compile(_BEGIN + _GET + _GET + _PROPERTIES + _GET + _SIZE + _GET + rb"\]\x94", re.DOTALL)
-_CHUNK = re.compile(_BEGIN + _GET + _SIZE + _GET + _SIZE + rb"ub", re.DOTALL)
+_NEW = _GET + rb"\)\x81"
+_TENSOR = re.compile(_BEGIN + _GET + _GET + _PROPERTIES + _GET + _SIZE + _GET + rb"\]\x94(\(?)", re.DOTALL)
+_CHUNK_BODY = _BEGIN + _GET + _SIZE + _GET + _SIZE + rb"ub"
+_CHUNK = re.compile(rb"()" + _CHUNK_BODY, re.DOTALL)
+_NEXT_CHUNK = re.compile(_NEW + _CHUNK_BODY, re.DOTALL)
 _INDEX = _BEGIN + _GET + _TEXT + _GET + rb"(?:N|K.|M..|J....)" + _GET + _SIZE + rb"ub"
-_STORED = _GET + rb"\)\x81" + _BEGIN + _GET + _TEXT + _GET + _INT + _GET + _INT + rb"ub"
-_PLACE = re.compile(_INDEX + _STORED, re.DOTALL)
-_PLACE_KEYS = ("fqn", "index", "offset", STORED, "relative_path", "offset", "length")
+_STORED = _NEW + _BEGIN + _GET + _TEXT + _GET + _INT + _GET + _INT + rb"ub"
+_PLACE = re.compile(rb"()" + _INDEX + _STORED, re.DOTALL)
+_NEXT_PLACE = re.compile(_NEW + _INDEX + _STORED, re.DOTALL)
+_PLACE_KEYS = ("fqn", "index", "offset", STORED, "relative_path", "offset", "length", INDEX)
 _OPERAND = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
 
 
 class Shortcuts:
-    """The fast paths of one read, with what they learnt about its memo."""
+    """The fast paths of one read, with what they learnt about its memo.
+
+    Each is entered with the class on the stack, behind the opcode that makes an object of it.
+    """
 
     def __init__(self) -> None:
         self._dims: dict[bytes, tuple[int, ...] | None] = {}
         self._known: dict[str, set[tuple[bytes, ...]]] = {CHUNK: set(), INDEX: set(), TENSOR: set()}
+        self._sizes: set[bytes] = set()
         self._texts: dict[bytes, str] = {}
 
     def table(self) -> dict[str, Shortcut]:
         """Fast path of each global, as ``Policy.shortcuts`` takes it."""
-        return {CHUNK: self._chunk, INDEX: self._place, TENSOR: self._tensor}
+        return {CHUNK: self._chunk, INDEX: self._places, TENSOR: self._tensor}
 
     def _chunk(self, machine: Machine) -> bool:
         """A chunk: offsets and sizes."""
         match = _CHUNK.match(machine.data, machine.pos)
-        if match is None:
+        chunk = self._add_chunk(machine, match, machine.stack[-1]) if match else None
+        if match is None or chunk is None:
             return False
-        key, size, raw, other_key, other_size, other_raw = match.groups()
-        offsets, sizes = self._shape(machine, size, raw), self._shape(machine, other_size, other_raw)
-        known = self._knows(machine, CHUNK, (key, other_key), ("offsets", "sizes"))
-        if offsets is None or sizes is None or not known:
-            return False
-        node = machine.stack[-1] = Node(machine.stack[-1], (), (offsets, sizes))
-        machine.memo += (node, SKIPPED)
-        _remember(machine, offsets, raw)
-        _remember(machine, sizes, other_raw)
+        machine.stack[-1] = chunk
         machine.pos = match.end()
         return True
 
+    def _add_chunk(self, machine: Machine, match: re.Match[bytes], cls: Global | None) -> Node | None:
+        """Make a matched chunk and its memo; ``cls`` is None where the match fetches the class."""
+        new, key, size, raw, other_key, other_size, other_raw = match.groups()
+        offsets, sizes = self._shape(machine, size, raw), self._shape(machine, other_size, other_raw)
+        if offsets is None or sizes is None:
+            return None
+        if (new, key, other_key) not in self._known[CHUNK]:
+            expected = (CHUNK,) if cls is None else ()
+            gets = (new, key, other_key) if cls is None else (key, other_key)
+            if not self._knows(machine, gets, (*expected, "offsets", "sizes")):
+                return None
+            self._known[CHUNK].add((new, key, other_key))
+        node = Node(_memo(machine, new) if cls is None else cls, (), (offsets, sizes))
+        memo = machine.memo
+        memo += (node, SKIPPED)
+        if raw is not None:
+            memo += (offsets, SKIPPED, offsets)
+        if other_raw is not None:
+            memo += (sizes, SKIPPED, sizes)
+        return node
+
     def _tensor(self, machine: Machine) -> bool:
-        """A tensor's properties and shape, up to its empty list of chunks."""
+        """A tensor with its properties, its shape and up to a batch of chunks."""
         match = _TENSOR.match(machine.data, machine.pos)
         if match is None:
             return False
-        key, cls, dtype, layout, memory, size_key, size, raw, chunks_key = match.groups()
-        shape, properties = self._shape(machine, size, raw), _memo(machine, cls)
-        known = self._knows(machine, TENSOR, (key, size_key, chunks_key), ("properties", "size", "chunks"))
-        if dtype is not None and isinstance(properties, Global):
-            properties = Node(properties, (), tuple(_memo(machine, get) for get in (dtype, layout, memory)))
-        if (
-            shape is None
-            or not known
-            or not isinstance(properties, Node)
-            or properties.target.path != PROPERTIES
-        ):
-            return False
-        stack, memo = machine.stack, machine.memo
-        attributes: dict[Any, Any] = {}
+        memo, height = machine.memo, len(machine.memo)
+        node = Node(machine.stack[-1], ())
         chunks: list[Any] = []
-        node = stack[-1] = Node(stack[-1], ())
-        stack.append(attributes)
-        machine.marks.append(len(stack))
-        stack += ("properties", properties, "size", shape, "chunks", chunks)
-        memo += (node, attributes) if dtype is None else (node, attributes, properties, SKIPPED)
-        _remember(machine, shape, raw)
-        memo.append(chunks)
-        machine.pos = match.end()
+        memo += (node, SKIPPED)
+        state = self._tensor_state(machine, match, chunks)
+        end = self._add_chunks(machine, match, chunks) if state is not None else 0
+        if not end:
+            # Texts and classes in the memo were there before, so what is known of them stays true.
+            del memo[height:]
+            return False
+        node.state = state
+        machine.stack[-1] = node
+        machine.pos = end
         return True
 
-    def _place(self, machine: Machine) -> bool:
-        """A chunk's key and, behind it, the place of its record."""
-        match = _PLACE.match(machine.data, machine.pos)
-        if match is None:
-            return False
-        fqn_key, fqn, key, offset_key, size, raw, *rest = match.groups()
+    def _tensor_state(
+        self, machine: Machine, match: re.Match[bytes], chunks: list[Any]
+    ) -> dict[str, Any] | None:
+        key, cls, dtype, layout, memory, size_key, size, raw, chunks_key, _ = match.groups()
+        properties = _memo(machine, cls)
+        if (key, size_key, chunks_key) not in self._known[TENSOR]:
+            if not self._knows(machine, (key, size_key, chunks_key), ("properties", "size", "chunks")):
+                return None
+            self._known[TENSOR].add((key, size_key, chunks_key))
+        if dtype is not None and isinstance(properties, Global):
+            properties = Node(properties, (), tuple(_memo(machine, get) for get in (dtype, layout, memory)))
+            machine.memo += (properties, SKIPPED)
+        shape = self._shape(machine, size, raw)
+        if shape is None or not isinstance(properties, Node) or properties.target.path != PROPERTIES:
+            return None
+        if raw is not None:
+            machine.memo += (shape, SKIPPED, shape)
+        machine.memo.append(chunks)
+        return {"properties": properties, "size": shape, "chunks": chunks}
+
+    def _add_chunks(self, machine: Machine, match: re.Match[bytes], chunks: list[Any]) -> int:
+        """Read the chunks behind a tensor's head; the byte behind the tensor, or 0."""
+        data, pos = machine.data, match.end()
+        while found := _NEXT_CHUNK.match(data, pos):
+            chunk = self._add_chunk(machine, found, None)
+            if chunk is None:
+                return 0
+            chunks.append(chunk)
+            pos = found.end()
+        marked = match[10] == b"("
+        whole = data.startswith(b"eub" if marked else b"aub", pos) and (marked or len(chunks) == 1)
+        return pos + 3 if whole else 0
+
+    def _places(self, machine: Machine) -> bool:
+        """Chunks' keys, each with the place of its record behind it."""
+        stack = machine.stack
+        cls: Global = stack[-1]
+        match, begun = _PLACE.match(machine.data, machine.pos), False
+        while match is not None:
+            pair = self._add_place(machine, match, cls, begun)
+            if pair is None:
+                break
+            if not begun:
+                stack.pop()
+            begun = True
+            stack += pair
+            machine.pos = match.end()
+            match = _NEXT_PLACE.match(machine.data, machine.pos)
+        return begun
+
+    def _add_place(
+        self, machine: Machine, match: re.Match[bytes], index_class: Global, again: bool
+    ) -> tuple[Node, Node] | None:
+        new, fqn_key, fqn, key, offset_key, size, raw, *rest = match.groups()
         cls, path_key, path, start_key, start, length_key, length = rest
         offset, name, file = (
             self._shape(machine, size, raw),
             self._text(machine, fqn),
             self._text(machine, path),
         )
-        keys = (fqn_key, key, offset_key, cls, path_key, start_key, length_key)
-        known = self._knows(machine, INDEX, keys, _PLACE_KEYS)
-        if offset is None or name is None or file is None or not known:
-            return False
-        stack, memo = machine.stack, machine.memo
-        index = stack[-1] = Node(stack[-1], (), (name, offset, None))
+        if offset is None or name is None or file is None:
+            return None
+        gets = (fqn_key, key, offset_key, cls, path_key, start_key, length_key, new)
+        if gets not in self._known[INDEX]:
+            count = 8 if again else 7
+            if not self._knows(machine, gets[:count], _PLACE_KEYS[:count]):
+                return None
+            self._known[INDEX].add(gets)
+        index = Node(index_class, (), (name, offset, None))
         stored = Node(_memo(machine, cls), (), (file, _integer(start), _integer(length), None))
-        stack.append(stored)
+        memo = machine.memo
         memo += (index, SKIPPED) if fqn[0] != 0x8C else (index, SKIPPED, name)
-        _remember(machine, offset, raw)
+        if raw is not None:
+            memo += (offset, SKIPPED, offset)
         memo += (stored, SKIPPED) if path[0] != 0x8C else (stored, SKIPPED, file)
-        machine.pos = match.end()
-        return True
+        return index, stored
 
-    def _knows(self, machine: Machine, kind: str, gets: tuple[bytes, ...], expected: tuple[str, ...]) -> bool:
+    @staticmethod
+    def _knows(machine: Machine, gets: tuple[bytes, ...], expected: tuple[str, ...]) -> bool:
         """Whether the memo holds these texts, and globals of these paths, there.
 
         It only grows, so to have seen it once is enough.
         """
-        known = self._known[kind]
-        if gets in known:
-            return True
         for get, text in zip(gets, expected, strict=True):
             value = _memo(machine, get)
             if (value.path if isinstance(value, Global) else value) != text:
                 return False
-        known.add(gets)
         return True
 
     def _shape(self, machine: Machine, get: bytes, raw: bytes | None) -> tuple[int, ...] | None:
         """A ``torch.Size`` made of ``raw`` by the global that ``get`` fetches, or fetched itself."""
-        value = _memo(machine, get)
         if raw is None:
+            value = _memo(machine, get)
             return value if isinstance(value, tuple) else None
-        return self._dimensions(raw) if isinstance(value, Global) and value.path == "torch.Size" else None
+        if get not in self._sizes:
+            if not self._knows(machine, (get,), ("torch.Size",)):
+                return None
+            self._sizes.add(get)
+        return self._dimensions(raw)
 
     def _text(self, machine: Machine, raw: bytes) -> str | None:
         """A text given in place or fetched from the memo; equal texts become one object."""
@@ -180,12 +244,6 @@ def _memo(machine: Machine, get: bytes) -> Any:
     """What a BINGET or LONG_BINGET fetches, or None."""
     index = get[1] if len(get) == 2 else int.from_bytes(get[1:], "little")
     return machine.memo[index] if index < len(machine.memo) else None
-
-
-def _remember(machine: Machine, shape: tuple[int, ...], raw: bytes | None) -> None:
-    """What the memo gains by a ``torch.Size`` made in place: its tuple, the arguments, itself."""
-    if raw is not None:
-        machine.memo += (shape, SKIPPED, shape)
 
 
 def _integer(raw: bytes) -> int:

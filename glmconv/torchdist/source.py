@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from glmconv.manifest import FILE as MANIFEST_FILE
 from glmconv.manifest import HF_DIR, read_dialect, read_widened
 from glmconv.plan import Dropped, SourceFile
 from glmconv.rules import DIALECTS, Table
-from glmconv.sources import Source, SourceOptions, family_of, settle
+from glmconv.sources import Source, SourceOptions, explain_layers, family_of, refuse_quantised, settle
 from glmconv.spec import ModelSpec
 from glmconv.stored import StoredChunk, StoredTensor, locate
 from glmconv.torchdist.location import locate as find_unit
@@ -46,6 +47,7 @@ def open_unit(path: Path) -> Unit:
     unit = located.unit_dir
     metadata = read_metadata(unit)
     model = [name for name in metadata.tensors if not is_trainer_state(name)]
+    _refuse_overlaps(unit, metadata)
     offsets = payload_offsets(unit, metadata, model)
     files, numbers = _files(unit, metadata, model)
     stored = {}
@@ -64,6 +66,22 @@ def open_unit(path: Path) -> Unit:
     return Unit(unit, located.iteration, normalise(stored), files, metadata, skipped)
 
 
+def _refuse_overlaps(unit: Path, metadata: Metadata) -> None:
+    """Each record is its own: two chunks in the same bytes mean that a writer lost one of them."""
+    records: dict[str, list[tuple[int, int, str]]] = {}
+    for name, entry in metadata.tensors.items():
+        for chunk in entry.chunks:
+            records.setdefault(chunk.file, []).append((chunk.offset, chunk.offset + chunk.length, name))
+    defects = [
+        Defect("overlap", f"a chunk of {name} and one of {other} lie in the same bytes, at {start}", file)
+        for file, spans in records.items()
+        for (_, end, other), (start, _, name) in pairwise(sorted(spans))
+        if start < end
+    ]
+    if defects:
+        raise DataError("records overlap", where=str(unit / ".metadata"), defects=defects)
+
+
 def _files(unit: Path, metadata: Metadata, names: Iterable[str]) -> tuple[list[SourceFile], dict[str, int]]:
     used = sorted({chunk.file for name in names for chunk in metadata.tensors[name].chunks})
     digest = digest_bytes((unit / ".metadata").read_bytes())
@@ -79,6 +97,8 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
     hf_dir = _hf_dir(unit.path, options.origin_hf_dir)
     config = read_json(hf_dir / "config.json")
     bridge = family_of(config, options.model_type, hf_dir)
+    # A config that names a quantisation would be written beside weights that have none.
+    refuse_quantised(config, unit.stored, hf_dir)
     spec = bridge.spec(config, _mtp_shapes(bridge.table, config, unit.stored))
     layout = _choose_layout(bridge.table, spec, unit, options.dialect)
     found = locate((layout,), unit.stored)
@@ -97,6 +117,7 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
         stacked=layout.stacked,
         widened=read_widened(unit.path / MANIFEST_FILE),
     )
+    explain_layers(source, found.unused)
     for name, tensor in found.unused.items():
         source.defects.append(
             Defect("unexpected", f"{tensor.dtype.label}{list(tensor.shape)} belongs to no rule", name)

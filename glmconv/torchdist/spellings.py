@@ -62,7 +62,7 @@ def _join_gate_up(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         if up is None:
             _add(joined, tensor)
             continue
-        if up.dtype is not tensor.dtype or up.shape != tensor.shape:
+        if up.dtype is not tensor.dtype or up.shape != tensor.shape or not tensor.shape:
             raise DataError(
                 f"gate and up differ: {tensor.dtype.label}{list(tensor.shape)}, "
                 f"{up.dtype.label}{list(up.shape)}",
@@ -85,13 +85,18 @@ def _join_experts(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     for name, tensor in tensors.items():
         head, found, tail = name.partition(EXPERTS)
         number, dot, rest = tail.partition(".")
-        if found and dot and number.isascii() and number.isdigit():
+        if found and dot and _is_number(number):
             families.setdefault(f"{head}{EXPERTS}{rest}", {})[int(number)] = tensor
         else:
             _add(joined, tensor)
     for name, experts in families.items():
         _add(joined, _stack(name, experts))
     return joined
+
+
+def _is_number(text: str) -> bool:
+    """Whether it is a number as trainers write them: no zeros in front, so that no two are the same."""
+    return text.isascii() and text.isdigit() and len(text) < 10 and str(int(text)) == text
 
 
 def _stack(name: str, experts: Mapping[int, StoredTensor]) -> StoredTensor:

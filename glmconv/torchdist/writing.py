@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MANY_PIECES = 1 << 16
+"""Opcodes that are kept apart at most."""
+
 
 def integer(value: int) -> bytes:
     """The shortest of pickle's integers, as C ``pickle`` picks it (protocol 2 and later)."""
@@ -79,6 +82,11 @@ class PickleWriter:
     def begin(self, module: str, name: str) -> bytes:
         """An object of a class and the begin of its attributes, which ``ub`` closes."""
         return self.named(module, name) + b")\x81" + self.memoize() + b"}" + self.memoize() + b"("
+
+    def gather(self) -> None:
+        """Join the opcodes so far where they are many: as small pieces they take ten times their bytes."""
+        if len(self.out) > MANY_PIECES:
+            self.out[:] = [b"".join(self.out)]
 
     def pickle(self) -> bytes:
         """The whole pickle, as one frame."""

@@ -173,14 +173,6 @@ def test_an_attribute_that_does_not_belong_is_refused() -> None:
 
 
 def test_a_stored_chunk_that_nothing_refers_to_is_a_warning() -> None:
-    data = metadata_bytes(WHOLE, OBJECTS)
-    # The second time that the object's name comes is its place; cut its entry of the first kind.
-    name = b"a._extra_state/shard_1_2"
-    at = data.index(name)
-    begin, end = at - 2, data.index(b")\x81", at) + 2
-    assert data[begin : begin + 2] == b"\x8c" + bytes([len(name)])
-    with pytest.raises(DataError):  # its memo entry is gone as well, so this is not the way to write one
-        parse_metadata(data[:begin] + data[end:], "here")
     tensors = {name: entry for name, entry in WHOLE.items() if name != "scalar"}
     metadata = parse_metadata(_with_stray_place(tensors), "here")
     assert [warning.kind for warning in metadata.warnings] == ["unexpected"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import io
 import os
@@ -12,12 +13,14 @@ import sys
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from glmconv import torchdist
 from glmconv.dtypes import DType
 from glmconv.errors import DataError, GlmconvError
 from glmconv.torchdist.emit import metadata_bytes
@@ -56,6 +59,30 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
     assert not calls
     assert not {"antigravity", "ios", "this"} & (set(sys.modules) - modules)
+
+
+PACKAGE = Path(torchdist.__file__).parent
+
+
+def test_nothing_in_the_package_imports_torch_or_a_reader_that_runs_pickles() -> None:
+    modules = set()
+    for path in PACKAGE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                modules.add(node.module.partition(".")[0])
+    assert {"struct", "glmconv"} <= modules
+    assert not modules & {
+        "torch",
+        "numpy",
+        "megatron",
+        "pickle",
+        "_pickle",
+        "marshal",
+        "importlib",
+        "zipfile",
+    }
 
 
 atoms = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()

@@ -41,11 +41,9 @@ def record(dtype: DType, shape: tuple[int, ...], fill: int = 7) -> bytes:
     return around.head + bytes([fill]) * around.payload + around.tail
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if max(shape, default=0) < 1000], ids=str)
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.F32, DType.F8_E4M3, DType.U64], ids=lambda d: d.label)
 def test_a_frame_is_a_sound_zip_archive_around_its_payload(dtype: DType, shape: tuple[int, ...]) -> None:
-    if max(shape, default=0) > 1000:
-        pytest.skip("the payload itself is not needed to know the frame of a large one")
     data = record(dtype, shape)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         infos = {info.filename: info for info in archive.infolist()}
