@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from glmconv.bridge import Bridge
-from glmconv.config import ConfigReader, Shapes, check_experts, count_mtp_layers
+from glmconv.config import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_MTP_LAYERS,
+    ConfigReader,
+    Shapes,
+    check_experts,
+    check_routing,
+    count_mtp_layers,
+)
 from glmconv.spec import ModelSpec, Moe, Rope
 from mappings.glm4_moe import TABLE
 
@@ -14,14 +23,28 @@ from mappings.glm4_moe import TABLE
 def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
     """Validate a GLM-4.5 config; ``shapes`` are the HF files' tensors where there are any."""
     reader = ConfigReader(config)
-    num_layers = reader.natural("num_hidden_layers")
+    num_layers = reader.natural("num_hidden_layers", most=MAX_LAYERS)
     dense = reader.natural("first_k_dense_replace", least=0)
     moe_layers = tuple(layer >= dense for layer in range(num_layers))
     experts = reader.natural("n_routed_experts", "num_experts")
     check_experts(reader, shapes, "n_routed_experts", experts, moe_layers)
-    heads, groups = reader.natural("num_attention_heads"), reader.natural("num_key_value_heads")
+    heads = reader.natural("num_attention_heads", most=MAX_HEADS)
+    groups = reader.natural("num_key_value_heads", most=MAX_HEADS)
     reader.divides(heads, groups, "num_attention_heads over num_key_value_heads")
     ffn = reader.natural("moe_intermediate_size")
+    moe = Moe(
+        num_experts=experts,
+        ffn_size=ffn,
+        top_k=reader.natural("num_experts_per_tok"),
+        shared_ffn_size=ffn * reader.natural("n_shared_experts", default=1, least=0),
+        router_bias=True,
+        score_function="sigmoid",
+        num_groups=reader.natural("n_group", default=1),
+        top_k_groups=reader.natural("topk_group", default=1),
+        scaling=reader.number("routed_scaling_factor", 1.0),
+        normalise=reader.flag("norm_topk_prob", True),
+    )
+    check_routing(reader, moe)
     spec = ModelSpec(
         model_type="glm4_moe",
         num_layers=num_layers,
@@ -31,27 +54,19 @@ def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
         head_dim=reader.natural("head_dim"),
         ffn_size=reader.natural("intermediate_size"),
         vocab_size=reader.natural("vocab_size"),
-        norm_eps=reader.number("rms_norm_eps"),
+        norm_eps=reader.number("rms_norm_eps", positive=True),
         tied=reader.flag("tie_word_embeddings", False),
         rope=Rope(reader.rope_theta(), reader.rope_factor(0.5), False, reader.rope_scaling()),
         max_positions=reader.natural("max_position_embeddings"),
         qkv_bias=reader.flag("attention_bias", False),
         qk_norm=reader.flag("use_qk_norm", False),
-        moe=Moe(
-            num_experts=experts,
-            ffn_size=ffn,
-            top_k=reader.natural("num_experts_per_tok"),
-            shared_ffn_size=ffn * reader.natural("n_shared_experts", default=1, least=0),
-            router_bias=True,
-            score_function="sigmoid",
-            num_groups=reader.natural("n_group", default=1),
-            top_k_groups=reader.natural("topk_group", default=1),
-            scaling=reader.number("routed_scaling_factor", 1.0),
-            normalise=reader.flag("norm_topk_prob", True),
-        ),
+        moe=moe,
         moe_layers=moe_layers,
         num_mtp=reader.natural(
-            "num_nextn_predict_layers", default=count_mtp_layers(shapes, num_layers), least=0
+            "num_nextn_predict_layers",
+            default=count_mtp_layers(shapes, num_layers),
+            least=0,
+            most=MAX_MTP_LAYERS,
         ),
         dtype=reader.dtype(),
         raw=dict(config),

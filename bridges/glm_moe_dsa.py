@@ -6,13 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from glmconv.bridge import Bridge
-from glmconv.config import ConfigReader, Shapes, check_experts, count_mtp_layers
+from glmconv.config import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_MTP_LAYERS,
+    ConfigReader,
+    Shapes,
+    check_experts,
+    check_routing,
+    count_mtp_layers,
+)
 from glmconv.spec import Dsa, Mla, ModelSpec, Moe, Rope
 from mappings.glm_moe_dsa import TABLE
 
 
 def _moe_layers(reader: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     """``mlp_layer_types`` (GLM-5.2) or ``first_k_dense_replace`` (GLM-5); both must agree."""
+    if reader.natural("moe_layer_freq", default=1) != 1:
+        reader.problem("every layer after the dense ones has experts", "moe_layer_freq")
     kinds = reader.words("mlp_layer_types", num_layers, ("dense", "sparse"))
     listed = tuple(kind == "sparse" for kind in kinds) if kinds else None
     if listed is None or reader.has("first_k_dense_replace"):
@@ -32,13 +43,15 @@ def _by_frequency(num_layers: int, freq: int, offset: int) -> tuple[bool, ...]:
 def _express(full: tuple[bool, ...]) -> tuple[int, int] | None:
     """Frequency and offset that give a listed schedule, or None where none does.
 
-    Runtimes on the Megatron side read these two and ignore the list.
+    Runtimes on the Megatron side read these two and ignore the list. With a frequency above 1 the
+    leading owners are as many as the offset, and the next owner follows a frequency after the last.
     """
-    for freq in range(1, len(full) + 1):
-        for offset in range(1, len(full) + 1):
-            if _by_frequency(len(full), freq, offset) == full:
-                return freq, offset
-    return None
+    if all(full):
+        return 1, 1
+    offset = full.index(False)
+    after = next((layer for layer in range(offset, len(full)) if full[layer]), len(full))
+    freq = after - offset + 1
+    return (freq, offset) if offset and _by_frequency(len(full), freq, offset) == full else None
 
 
 def _schedule(reader: ConfigReader, num_layers: int) -> tuple[tuple[bool, ...], int, int]:
@@ -53,7 +66,11 @@ def _schedule(reader: ConfigReader, num_layers: int) -> tuple[tuple[bool, ...], 
     pattern = reader.config.get("index_topk_pattern")
     if types is not None:
         listed = tuple(kind == "full" for kind in types)
-    elif isinstance(pattern, (str, list)) and len(pattern) == num_layers and set(pattern) <= {"F", "S"}:
+    elif (
+        isinstance(pattern, (str, list))
+        and len(pattern) == num_layers
+        and all(letter in ("F", "S") for letter in pattern)
+    ):
         listed = tuple(letter == "F" for letter in pattern)
     elif pattern is not None:
         reader.problem(f"must be {num_layers} letters F or S", "index_topk_pattern")
@@ -95,7 +112,7 @@ def _mla(reader: ConfigReader, shapes: Shapes) -> Mla:
             f"is {mla.qk_rope_head_dim}, but kv_a_proj_with_mqa has {kv_a[0]} rows: "
             f"{kv_a[0]} - kv_lora_rank {mla.kv_lora_rank} = {kv_a[0] - mla.kv_lora_rank}",
             "qk_rope_head_dim",
-            "some transformers versions overwrite it with head_dim when they save; restore the released value",
+            "some transformers versions overwrite it with head_dim on saving; restore the released value",
         )
     return mla
 
@@ -103,7 +120,7 @@ def _mla(reader: ConfigReader, shapes: Shapes) -> Mla:
 def _dsa(reader: ConfigReader, num_layers: int, mla: Mla) -> Dsa:
     full, freq, offset = _schedule(reader, num_layers)
     dsa = Dsa(
-        num_heads=reader.natural("index_n_heads"),
+        num_heads=reader.natural("index_n_heads", most=MAX_HEADS),
         head_dim=reader.natural("index_head_dim"),
         top_k=reader.natural("index_topk"),
         full=full,
@@ -119,15 +136,30 @@ def _dsa(reader: ConfigReader, num_layers: int, mla: Mla) -> Dsa:
 def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
     """Validate a GLM-5 config; ``shapes`` are the HF files' tensors where there are any."""
     reader = ConfigReader(config)
-    num_layers = reader.natural("num_hidden_layers")
+    num_layers = reader.natural("num_hidden_layers", most=MAX_LAYERS)
     mla = _mla(reader, shapes)
     moe_layers = _moe_layers(reader, num_layers)
     experts = reader.natural("n_routed_experts", "num_experts")
     check_experts(reader, shapes, "n_routed_experts", experts, moe_layers)
     ffn = reader.natural("moe_intermediate_size")
+    if reader.config.get("scoring_func", "sigmoid") != "sigmoid":
+        reader.problem("the family's router scores by sigmoid", "scoring_func")
     if reader.flag("attention_bias", False):
         reader.problem("the family's attention has no bias", "attention_bias")
-    heads = reader.natural("num_attention_heads")
+    heads = reader.natural("num_attention_heads", most=MAX_HEADS)
+    moe = Moe(
+        num_experts=experts,
+        ffn_size=ffn,
+        top_k=reader.natural("num_experts_per_tok"),
+        shared_ffn_size=ffn * reader.natural("n_shared_experts", default=1, least=0),
+        router_bias=True,
+        score_function="sigmoid",
+        num_groups=reader.natural("n_group", default=1),
+        top_k_groups=reader.natural("topk_group", default=1),
+        scaling=reader.number("routed_scaling_factor", 1.0),
+        normalise=reader.flag("norm_topk_prob", True),
+    )
+    check_routing(reader, moe)
     spec = ModelSpec(
         model_type="glm_moe_dsa",
         num_layers=num_layers,
@@ -137,27 +169,19 @@ def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
         head_dim=mla.v_head_dim,
         ffn_size=reader.natural("intermediate_size"),
         vocab_size=reader.natural("vocab_size"),
-        norm_eps=reader.number("rms_norm_eps"),
+        norm_eps=reader.number("rms_norm_eps", positive=True),
         tied=reader.flag("tie_word_embeddings", False),
         rope=Rope(reader.rope_theta(), 1.0, reader.flag("rope_interleave", True), reader.rope_scaling()),
         max_positions=reader.natural("max_position_embeddings"),
         mla=mla,
-        moe=Moe(
-            num_experts=experts,
-            ffn_size=ffn,
-            top_k=reader.natural("num_experts_per_tok"),
-            shared_ffn_size=ffn * reader.natural("n_shared_experts", default=1, least=0),
-            router_bias=True,
-            score_function="sigmoid",
-            num_groups=reader.natural("n_group", default=1),
-            top_k_groups=reader.natural("topk_group", default=1),
-            scaling=reader.number("routed_scaling_factor", 1.0),
-            normalise=reader.flag("norm_topk_prob", True),
-        ),
+        moe=moe,
         moe_layers=moe_layers,
         dsa=_dsa(reader, num_layers, mla),
         num_mtp=reader.natural(
-            "num_nextn_predict_layers", default=count_mtp_layers(shapes, num_layers), least=0
+            "num_nextn_predict_layers",
+            default=count_mtp_layers(shapes, num_layers),
+            least=0,
+            most=MAX_MTP_LAYERS,
         ),
         dtype=reader.dtype(),
         raw=dict(config),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from glmconv.bridge import Bridge
-from glmconv.config import ConfigReader, Shapes, check_experts
+from glmconv.config import MAX_HEADS, MAX_LAYERS, ConfigReader, Shapes, check_experts, check_routing
 from glmconv.spec import ModelSpec, Moe, Rope
 from mappings.qwen3 import DENSE_TABLE, MOE_TABLE
 
@@ -14,18 +14,19 @@ from mappings.qwen3 import DENSE_TABLE, MOE_TABLE
 def _spec(
     reader: ConfigReader, model_type: str, ffn_size: int, moe: Moe | None, moe_layers: tuple[bool, ...]
 ) -> ModelSpec:
-    heads, groups = reader.natural("num_attention_heads"), reader.natural("num_key_value_heads")
+    heads = reader.natural("num_attention_heads", most=MAX_HEADS)
+    groups = reader.natural("num_key_value_heads", most=MAX_HEADS)
     reader.divides(heads, groups, "num_attention_heads over num_key_value_heads")
     spec = ModelSpec(
         model_type=model_type,
-        num_layers=reader.natural("num_hidden_layers"),
+        num_layers=reader.natural("num_hidden_layers", most=MAX_LAYERS),
         hidden_size=reader.natural("hidden_size"),
         num_heads=heads,
         num_groups=groups,
         head_dim=reader.natural("head_dim"),
         ffn_size=ffn_size,
         vocab_size=reader.natural("vocab_size"),
-        norm_eps=reader.number("rms_norm_eps"),
+        norm_eps=reader.number("rms_norm_eps", positive=True),
         tied=reader.flag("tie_word_embeddings", False),
         rope=Rope(reader.rope_theta(), scaling=reader.rope_scaling()),
         max_positions=reader.natural("max_position_embeddings"),
@@ -50,10 +51,10 @@ def _moe_layers(reader: ConfigReader) -> tuple[bool, ...]:
     """``mlp_only_layers`` and ``decoder_sparse_step`` choose the dense layers (transformers)."""
     step = reader.natural("decoder_sparse_step", default=1)
     dense = reader.config.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        reader.problem(f"must be a list, is {dense!r}", "mlp_only_layers")
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        reader.problem("must be a list of layer numbers", "mlp_only_layers")
         dense = []
-    layers = range(reader.natural("num_hidden_layers"))
+    layers = range(reader.natural("num_hidden_layers", most=MAX_LAYERS))
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
 
 
@@ -69,6 +70,7 @@ def read_moe_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
         top_k=reader.natural("num_experts_per_tok"),
         normalise=reader.flag("norm_topk_prob", False),
     )
+    check_routing(reader, moe)
     ffn_size = reader.natural("intermediate_size", default=moe.ffn_size)
     return _spec(reader, "qwen3_moe", ffn_size, moe, moe_layers)
 

@@ -5,10 +5,22 @@ transformers' parsed configs rename and default fields, so bridges read the file
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from glmconv.brief import brief
+from glmconv.dtypes import BY_TORCH_NAME
 from glmconv.errors import DataError, Defect
+from glmconv.spec import Moe
+
+MAX_SIZE = (1 << 40) - 1
+MAX_LAYERS = 1 << 12
+MAX_MTP_LAYERS = 1 << 6
+MAX_HEADS = 1 << 16
+MAX_EXPERTS = 1 << 17
+"""Limits far beyond any model (experts: of all layers together). Tables are expanded by these
+numbers, so a wrong one must be an error and not hours of work or gigabytes of names."""
 
 
 class ConfigReader:
@@ -25,8 +37,8 @@ class ConfigReader:
     def has(self, field: str) -> bool:
         return self.config.get(field) is not None
 
-    def natural(self, *fields: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least ``least``; where several of ``fields`` are set they must agree."""
+    def natural(self, *fields: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
+        """An integer from ``least`` to ``most``; where several of ``fields`` are set they must agree."""
         given = {field: self.config[field] for field in fields if self.has(field)}
         if not given:
             if default is None:
@@ -34,28 +46,31 @@ class ConfigReader:
                 return least
             return default
         for field, value in given.items():
-            if type(value) is not int or value < least or value >= 1 << 40:
-                self.problem(f"must be an integer of at least {least}, is {value!r}", field)
+            if type(value) is not int or not least <= value <= most:
+                self.problem(f"must be an integer from {least} to {most}, is {brief(value)}", field)
                 return least
         if len(set(given.values())) > 1:
             self.problem(f"fields contradict each other: {given}", " and ".join(given))
         return int(next(iter(given.values())))
 
-    def number(self, field: str, default: float | None = None) -> float:
+    def number(self, field: str, default: float | None = None, *, positive: bool = False) -> float:
+        """A finite number."""
         value = self.config.get(field)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self.problem("missing" if value is None else f"must be a number, is {value!r}", field)
+        number = _finite(value)
+        if number is None or (positive and number <= 0):
+            what = "positive number" if positive else "number"
+            self.problem("missing" if value is None else f"must be a {what}, is {brief(value)}", field)
             return default or 1.0
-        return float(value)
+        return number
 
     def flag(self, field: str, default: bool) -> bool:
         value = self.config.get(field)
         if value is None:
             return default
         if not isinstance(value, bool):
-            self.problem(f"must be true or false, is {value!r}", field)
+            self.problem(f"must be true or false, is {brief(value)}", field)
             return default
         return value
 
@@ -82,21 +97,29 @@ class ConfigReader:
         inner = nested.get("rope_theta") if isinstance(nested, dict) else None
         outer = self.config.get("rope_theta")
         if inner is not None and outer is not None and inner != outer:
-            self.problem(
-                f"rope_theta {outer} and rope_parameters.rope_theta {inner} contradict", "rope_theta"
-            )
+            both = f"rope_theta {brief(outer)} and rope_parameters.rope_theta {brief(inner)}"
+            self.problem(f"{both} contradict", "rope_theta")
         theta = inner if inner is not None else outer
-        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
-            self.problem("missing" if theta is None else f"must be positive, is {theta!r}", "rope_theta")
+        number = _finite(theta)
+        if number is None or number <= 0:
+            what = "missing" if theta is None else f"must be a positive number, is {brief(theta)}"
+            self.problem(what, "rope_theta")
             return 1.0
-        return float(theta)
+        return number
 
     def rope_factor(self, default: float) -> float:
         """Share of the head that rotates (``partial_rotary_factor``, either spelling)."""
         nested = self.config.get("rope_parameters")
-        if isinstance(nested, dict) and nested.get("partial_rotary_factor") is not None:
-            return float(nested["partial_rotary_factor"])
-        return self.number("partial_rotary_factor", default)
+        inner = nested.get("partial_rotary_factor") if isinstance(nested, dict) else None
+        if inner is None:
+            return self.number("partial_rotary_factor", default, positive=True)
+        factor = _finite(inner)
+        if factor is None or factor <= 0:
+            self.problem(
+                f"must be a positive number, is {brief(inner)}", "rope_parameters.partial_rotary_factor"
+            )
+            return default
+        return factor
 
     def rope_scaling(self) -> dict[str, Any]:
         """The scaling block other than the default kind, as written."""
@@ -104,13 +127,28 @@ class ConfigReader:
             block = self.config.get(field)
             kind = (block.get("rope_type") or block.get("type")) if isinstance(block, dict) else None
             if isinstance(block, dict) and kind not in (None, "default"):
+                self._check_scaling(field, block)
                 return dict(block)
         return {}
 
+    def _check_scaling(self, field: str, block: Mapping[str, Any]) -> None:
+        """Runtimes take the numbers of the block as they are."""
+        for key, value in block.items():
+            plain = value is None or isinstance(value, bool) or (isinstance(value, str) and value.isascii())
+            items = value if isinstance(value, list) else [value]
+            if not plain and any(_finite(item) is None for item in items):
+                self.problem(f"must be a finite number, is {brief(value)}", f"{field}.{key}")
+
     def dtype(self) -> str:
-        """Torch name of the weights' dtype as the config says it."""
-        value = self.config.get("dtype", self.config.get("torch_dtype", "bfloat16"))
-        return str(value).removeprefix("torch.")
+        """Torch name of the weights' dtype as the config says it; bfloat16 where it says nothing."""
+        given = {name: self.config[name] for name in ("dtype", "torch_dtype") if self.has(name)}
+        names = {name: str(value).removeprefix("torch.") for name, value in given.items()}
+        for name, value in names.items():
+            if value not in BY_TORCH_NAME:
+                self.problem(f"is not a dtype of torch: {brief(given[name])}", name)
+        if len(set(names.values())) > 1:
+            self.problem(f"fields contradict each other: {brief(given)}", " and ".join(given))
+        return next(iter(names.values()), "bfloat16")
 
     def divides(self, whole: int, part: int, what: str) -> None:
         if part and whole % part:
@@ -124,6 +162,17 @@ class ConfigReader:
                 defects=self.defects,
                 hint="compare with the released config of this model",
             )
+
+
+def _finite(value: Any) -> float | None:
+    """The number as a float, or None where it is none, or none that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -154,6 +203,19 @@ def check_experts(
     reader: ConfigReader, shapes: Shapes, field: str, experts: int, moe: tuple[bool, ...]
 ) -> None:
     """Compare the config's number of experts with the files' (a stale default has misled loaders)."""
+    if experts * sum(moe) > MAX_EXPERTS:
+        reader.problem(f"{experts} experts in {sum(moe)} layers: more than {MAX_EXPERTS:,} in all", field)
     counted = {count_experts(shapes, layer) for layer, is_moe in enumerate(moe) if is_moe} - {0}
     if counted and max(counted) != experts and len(counted) == 1:
         reader.problem(f"says {experts} experts, the files hold {max(counted)} a layer", field)
+
+
+def check_routing(reader: ConfigReader, moe: Moe) -> None:
+    """A router cannot choose more experts, or groups of them, than there are."""
+    if reader.defects:  # numbers may be stand-ins for wrong ones
+        return
+    if moe.top_k > moe.num_experts:
+        reader.problem(f"chooses {moe.top_k} of {moe.num_experts} experts", "num_experts_per_tok")
+    reader.divides(moe.num_experts, moe.num_groups, "experts over n_group")
+    if moe.top_k_groups > moe.num_groups:
+        reader.problem(f"chooses {moe.top_k_groups} of {moe.num_groups} groups", "topk_group")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,17 @@ from glmconv.engine import (
     StagingLock,
     Stop,
     destination,
+    discard,
     execute,
     publish,
     require_space,
+    space_needed,
     unit_dir,
     write_atomically,
     write_tracker,
 )
-from glmconv.engine.publish import check_final
-from glmconv.errors import Defect
+from glmconv.engine.publish import journal_path
+from glmconv.errors import DataError, Defect, GlmconvError
 from glmconv.ledger import Ledger
 from glmconv.manifest import FILE as MANIFEST_FILE
 from glmconv.memory import no_collection, peak_rss_anon
@@ -93,6 +96,7 @@ class Report:
             "seconds": round(self.seconds, 3),
             "peak_rss_anon": self.peak_rss_anon,
             "bytes": self.steps,
+            "copying": outcome.copying() if outcome else {},
         }
 
 
@@ -133,53 +137,80 @@ def convert(
         report.seconds = time.monotonic() - began
         report.peak_rss_anon = peak_rss_anon()
         return report
-    check_final(report.path, run.overwrite)
-    place = destination(dst, planned.unit, sources=_sources(planned), overwrite=run.overwrite)
-    with StagingLock(place.staging):
-        _require_space(planned, place, run)
-        report.outcome = execute(
-            planned.plan,
-            place.staging,
-            workers=run.workers,
-            copy_mode=run.copy_mode,
-            hash_mode=run.hash_mode,
-            progress=progress,
-            stop=stop,
-            journal_bytes=run.journal_bytes,
-            restart=run.overwrite,
-        )
-        report.steps = _steps(report.outcome)
-        report.seconds = time.monotonic() - began
-        report.peak_rss_anon = peak_rss_anon()
-        manifest = json.dumps(_manifest(planned, report), ensure_ascii=False, indent=1)
-        write_atomically(unit_dir(place.staging) / MANIFEST_FILE, manifest.encode())
-        publish(place.staging, place.final, overwrite=run.overwrite)
+    fill = source.fill_missing_from if source else None
+    absent = _absent_parents(dst)
+    try:
+        place = destination(dst, planned.unit, sources=_sources(planned, fill), overwrite=run.overwrite)
+        with StagingLock(place.staging), _kept_to_resume(place.staging):
+            _require_space(planned, place, run)
+            report.outcome = execute(
+                planned.plan,
+                place.staging,
+                workers=run.workers,
+                copy_mode=run.copy_mode,
+                hash_mode=run.hash_mode,
+                progress=progress,
+                stop=stop,
+                journal_bytes=run.journal_bytes,
+                restart=run.overwrite,
+            )
+            report.steps = _steps(report.outcome)
+            report.seconds = time.monotonic() - began
+            report.peak_rss_anon = peak_rss_anon()
+            # ASCII, since names of files and directories need not be Unicode.
+            manifest = json.dumps(_manifest(planned, report), indent=1).encode()
+            write_atomically(unit_dir(place.staging) / MANIFEST_FILE, manifest)
+            publish(place.staging, place.final, overwrite=run.overwrite)
+    except GlmconvError:
+        for parent in absent:
+            with suppress(OSError):  # it is not empty: the journal lies in it, or another run's
+                parent.rmdir()
+        raise
     if planned.unit is not None:
         write_tracker(place.dst, "release" if planned.unit == "release" else str(planned.options.iteration))
     report.seconds = time.monotonic() - began
     return report
 
 
-def _sources(planned: Planned) -> list[Path]:
+def _absent_parents(dst: Path) -> list[Path]:
+    """Directories above the destination that are still to be made, the deepest first."""
+    return [parent for parent in Path(os.path.realpath(dst)).parents if not os.path.lexists(parent)]
+
+
+@contextmanager
+def _kept_to_resume(staging: Path) -> Iterator[None]:
+    """Remove the staging directory where a run fails that leaves nothing to resume.
+
+    That is a run that began here and found the data wrong, or one that failed before its journal
+    was there. What an earlier run left is kept.
+    """
+    began_earlier = journal_path(staging).exists()
+    try:
+        yield
+    except GlmconvError as error:
+        resumable = began_earlier or (journal_path(staging).exists() and not isinstance(error, DataError))
+        if not resumable:
+            discard(staging)
+        raise
+
+
+def _sources(planned: Planned, fill: Path | None) -> list[Path]:
     """Directories that the destination must be apart from."""
-    source = planned.source
-    return [source.path] + ([source.hf_dir] if source.hf_dir is not None else [])
+    return [path for path in (planned.source.path, planned.source.hf_dir, fill) if path is not None]
 
 
 def _require_space(planned: Planned, place: Destination, run: RunOptions) -> None:
     """Preflight of the disk; what an earlier run already wrote counts as there.
 
-    Cloned extents take next to no space, so under ``auto`` a short disk only stops a run that
-    cannot clone, range by range.
+    StorageError where space is short, or where ``clone`` is asked for and impossible.
     """
-    if run.copy_mode == "clone":
-        return
+    need = space_needed(planned.plan, place.staging, run.copy_mode)
     present = sum(
         os.stat(Path(folder) / name).st_blocks * 512
         for folder, _, names in os.walk(place.staging)
         for name in names
     )
-    require_space(place.staging, max(0, planned.plan.target_bytes - present))
+    require_space(place.staging, max(0, need - present))
 
 
 def _report(planned: Planned, src: Path, dst: Path, seconds: float) -> Report:

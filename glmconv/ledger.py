@@ -6,8 +6,10 @@ shows here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from glmconv.errors import DataError, Defect
 from glmconv.plan import Move, Payload, Plan
@@ -21,14 +23,20 @@ Runs = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Counts of a proven plan, all in bytes except ``tensors`` and ``moves``."""
+    """Counts of a proven plan, all in bytes except ``chunks`` and ``moves``.
 
-    tensors: int
+    ``stored_bytes``, tensors of the source, is the sum of ``used_bytes`` and ``dropped_bytes``.
+    ``repeated_bytes`` are read again for duplicates that the output keeps; ``side_bytes`` belong to
+    config, tokenizer and the like; ``target_bytes`` are all bytes of the output's files.
+    """
+
+    chunks: int
     moves: int
-    source_bytes: int
+    stored_bytes: int
     used_bytes: int
-    repeated_bytes: int
     dropped_bytes: int
+    repeated_bytes: int
+    side_bytes: int
     target_bytes: int
     zero_bytes: int
     computed_bytes: int
@@ -94,22 +102,23 @@ def prove(plan: Plan, wanted: Mapping[int, list[Runs]], stored_bytes: int, repea
     """
     defects: list[Defect] = []
     reads: dict[int, list[Runs]] = {}
-    tensors = moves = used = again = computed = zeros = 0
+    chunks = moves = used = again = side = computed = zeros = 0
     for target, payload in plan.payloads():
         wrong = _tile_payload(payload)
         if wrong:
             defects.append(Defect("ledger", wrong, f"{target.path}: {payload.name}{list(payload.place)}"))
-        tensors += 1
+        chunks += 1
         moves += len(payload.moves)
         zeros += payload.zeros
         for move in payload.moves:
             computed += move.src_bytes if move.cast else 0
             if payload.name in repeated:
                 again += move.src_bytes
-                continue
-            used += move.src_bytes
-            if move.src in wanted:
+            elif move.src in wanted:
+                used += move.src_bytes
                 reads.setdefault(move.src, []).append(_read(move))
+            else:
+                side += move.src_bytes
     for file, runs in wanted.items():
         wrong = _covers(reads.get(file, []), runs)
         if wrong:
@@ -119,28 +128,41 @@ def prove(plan: Plan, wanted: Mapping[int, list[Runs]], stored_bytes: int, repea
         wrong = _file_tiles(target.size, payloads, target.literals)
         if wrong:
             defects.append(Defect("ledger", wrong, target.path))
+    defects += _paths(plan)
     dropped = sum(one.size for one in plan.dropped)
-    side_files = sum(m.src_bytes for _, p in plan.payloads() for m in p.moves if m.src not in wanted)
-    if used - side_files + dropped != stored_bytes:
-        lost = stored_bytes - used + side_files - dropped
-        defects.append(
-            Defect("ledger", f"{lost:,} bytes of the source's tensors are neither used nor dropped")
-        )
+    if used + dropped != stored_bytes:
+        lost = stored_bytes - used - dropped
+        defects.append(Defect("ledger", f"{lost:,} bytes of the source's tensors are neither used nor dropped"))
     if defects:
         raise DataError(
             "the plan is not a proof: this is a mistake in glmconv, nothing was written", defects=defects
         )
     return Ledger(
-        tensors=tensors,
+        chunks=chunks,
         moves=moves,
-        source_bytes=used + dropped,
+        stored_bytes=stored_bytes,
         used_bytes=used,
-        repeated_bytes=again,
         dropped_bytes=dropped,
+        repeated_bytes=again,
+        side_bytes=side,
         target_bytes=plan.target_bytes,
         zero_bytes=zeros,
         computed_bytes=computed,
     )
+
+
+def _paths(plan: Plan) -> Iterator[Defect]:
+    """No two targets are the same file, or one a directory of the other, and none leaves the unit."""
+    paths = [PurePosixPath(target.path) for target in plan.targets]
+    files = set(paths)
+    for target, path in zip(plan.targets, paths, strict=True):
+        if path.is_absolute() or not path.parts or ".." in path.parts:
+            yield Defect("ledger", "is not a path inside the unit", target.path)
+        if any(parent in files for parent in path.parents):
+            yield Defect("ledger", "lies inside of another target file", target.path)
+    for path, count in Counter(paths).items():
+        if count > 1:
+            yield Defect("ledger", f"is written {count} times", str(path))
 
 
 def _read(move: Move) -> Runs:

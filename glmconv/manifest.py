@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from glmconv.dtypes import BY_LABEL, DType
+from glmconv.errors import DataError, StorageError
+from glmconv.hf.reader import read_json
 from glmconv.rules import DIALECTS
 
 FILE = "glmconv.json"
@@ -17,10 +18,10 @@ HF_DIR = "hf"
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The manifest, or None where there is none that can be read as one."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        content = read_json(path)
+    except (DataError, StorageError):
         return None
-    return content if isinstance(content, dict) and content.get("tool") == "glmconv" else None
+    return content if content.get("tool") == "glmconv" else None
 
 
 def read_dialect(path: Path) -> str | None:
@@ -36,4 +37,5 @@ def read_widened(path: Path) -> dict[str, DType]:
     widened = manifest.get("widened")
     if not isinstance(widened, dict):
         return {}
-    return {name: BY_LABEL[label] for name, label in widened.items() if label in BY_LABEL}
+    dtypes = {name: BY_LABEL.get(label) for name, label in widened.items() if isinstance(label, str)}
+    return {name: dtype for name, dtype in dtypes.items() if dtype is not None and dtype.is_plain_float}

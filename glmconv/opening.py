@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from glmconv.errors import UsageError
+from glmconv.errors import StorageError, UsageError
 from glmconv.sources import Source, SourceOptions, open_hf_source
 from glmconv.torchdist.location import detect_layout
 from glmconv.torchdist.source import open_megatron_source
@@ -18,6 +18,11 @@ def open_source(path: Path, options: SourceOptions | None = None) -> Source:
     """
     options = options or SourceOptions()
     local_path(path)
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise StorageError(f"cannot open it: {reason}", where=str(path), hint="check the path") from error
     if detect_layout(path) == "megatron":
         return open_megatron_source(path, options)
     return open_hf_source(path, options)
@@ -26,7 +31,7 @@ def open_source(path: Path, options: SourceOptions | None = None) -> Source:
 def local_path(path: Path) -> None:
     """Refuse hub addresses clearly. Raises UsageError."""
     text = str(path)
-    if text.startswith(("hf:/", "https:/", "s3:/")):
+    if text.startswith(("hf:/", "http:/", "https:/", "s3:/", "gs:/", "file:/")):
         raise UsageError(
             f"{text} is not a path on this machine",
             hint="download it first, for instance with `hf download REPO --local-dir DIR`",

@@ -18,6 +18,9 @@ from glmconv.torchdist.writer import draft_torch_dist
 
 TARGETS = ("megatron", "hf", "hf-stacked")
 
+MAX_ITERATION = 10**18
+"""A tracker with more digits is not read."""
+
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
@@ -114,6 +117,10 @@ def _check_options(to: str, options: TargetOptions, source: Source) -> None:
         raise UsageError("--layer-keys, --padded-vocab-size and --iteration are for --to megatron")
     if to == "megatron" and options.max_shard_size is not None:
         raise UsageError("--max-shard-size is for --to hf and hf-stacked")
+    if options.iteration is not None and not 0 <= options.iteration < MAX_ITERATION:
+        raise UsageError(f"--iteration {options.iteration}: must be from 0 to {MAX_ITERATION - 1}")
+    if options.max_shard_size is not None and options.max_shard_size < 1:
+        raise UsageError(f"--max-shard-size {options.max_shard_size}: must be positive")
     vocab = source.spec.vocab_size
     if options.padded_vocab is not None and options.padded_vocab < vocab:
         raise UsageError(f"--padded-vocab-size {options.padded_vocab} is below the vocabulary's {vocab}")

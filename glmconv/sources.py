@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from glmconv.spec import ModelSpec
 from glmconv.stored import Found, Located, StoredTensor, locate
 
 MAX_LISTED = 8
+QUANTISATION_FIELDS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,19 @@ class Source:
         raise DataError(
             f"{len(self.defects)} things are wrong ({', '.join(kinds)})",
             where=str(self.path),
-            defects=self.defects,
+            defects=_interleaved(self.defects),
             hint=_advice(kinds),
         )
+
+
+def _interleaved(defects: Iterable[Defect]) -> list[Defect]:
+    """The first of every kind, then the second …: a long message is cut, and no kind may be lost."""
+    seen: Counter[str] = Counter()
+    ranked = []
+    for defect in defects:
+        ranked.append((seen[defect.kind], defect))
+        seen[defect.kind] += 1
+    return [defect for _, defect in sorted(ranked, key=lambda one: one[0])]
 
 
 def _advice(kinds: Iterable[str]) -> str:
@@ -105,12 +117,13 @@ def family_of(config: Mapping[str, Any], model_type: str | None, where: Path) ->
 
 def refuse_quantised(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], where: Path) -> None:
     """Refuse sources in a quantised form before any work, by the format's name. Raises DataError."""
-    block = config.get("quantization_config") or config.get("compression_config")
-    if isinstance(block, dict):
-        method = block.get("quant_method", "unnamed")
-        form = block.get("fmt") or block.get("format") or ""
+    block = next((config[f] for f in QUANTISATION_FIELDS if config.get(f) is not None), None)
+    if block is not None:
+        told = block if isinstance(block, dict) else {"quant_method": block}
+        method = told.get("quant_method", "unnamed")
+        form = told.get("fmt") or told.get("format") or ""
         raise DataError(
-            f"the checkpoint is quantised ({method} {form})".replace(" )", ")"),
+            f"the checkpoint is quantised ({' '.join(f'{method} {form}'.split())})",
             where=str(where / "config.json"),
             hint="use the BF16 release; quantised sources are not handled yet",
         )
@@ -161,6 +174,7 @@ def _hf_name(hub: Layout, stacked: Layout, checkpoint: HfCheckpoint) -> str:
 
 def _explain_unused(source: Source, found: Found) -> None:
     """Sort unused tensors of an HF checkpoint into duplicates, drops and surprises."""
+    explain_layers(source, found.unused)
     drops, tied = expand_drops(source.table, source.spec), expand_tied(source.table, source.spec)
     for name, tensor in found.unused.items():
         if name in tied:
@@ -172,6 +186,28 @@ def _explain_unused(source: Source, found: Found) -> None:
         else:
             source.defects.append(
                 Defect("unexpected", f"{tensor.dtype.label}{list(tensor.shape)} belongs to no rule", name)
+            )
+
+
+def explain_layers(source: Source, unused: Iterable[str]) -> None:
+    """Say it in one line where the files hold more layers than the config promises."""
+    spec, table, field = source.spec, source.table, source.bridge.mtp_field
+    hf = source.kind == "hf"
+    axes = [(table.layer.hf if hf else table.layer.mcore, spec.num_layers + (spec.num_mtp if hf else 0))]
+    axes += [] if hf else [(table.mtp.mcore, spec.num_mtp)]
+    for axis, promised in axes:
+        head = axis.partition("{n}")[0]
+        numbers = {name[len(head) :].partition(".")[0] for name in unused if name.startswith(head)}
+        beyond = [int(n) for n in numbers if n.isascii() and n.isdigit() and len(n) < 10 and int(n) >= promised]
+        if beyond:
+            mtp = "" if field is None else f" and {spec.num_mtp} MTP layers ({field})"
+            source.defects.append(
+                Defect(
+                    "unexpected",
+                    f"the files hold layer {max(beyond)}, config.json promises {spec.num_layers} layers{mtp}",
+                    f"{head}{min(beyond)}",
+                    "correct config.json if the layers belong to the model",
+                )
             )
 
 
@@ -208,7 +244,6 @@ def settle(source: Source, found: Found, options: SourceOptions) -> None:
         source.missing.add(name)
         del missing[name]
         source.warnings.append(Defect("missing", "allowed by --allow-missing", name, severity="warning"))
-    source.defects += [Defect("missing", f"shape {list(t.shape)}", t.name) for t in missing.values()]
     if source.spec.num_mtp and any(name.endswith(".eh_proj.weight") for name in missing):
         source.defects.append(
             Defect(
@@ -217,6 +252,7 @@ def settle(source: Source, found: Found, options: SourceOptions) -> None:
                 hint="transformers drops them when it loads and saves; use the original files, or --drop-mtp",
             )
         )
+    source.defects += [Defect("missing", f"shape {list(t.shape)}", t.name) for t in missing.values()]
 
 
 def _fill(source: Source, missing: dict[str, Any], path: Path) -> None:

@@ -142,7 +142,7 @@ def add_side_files(draft: Draft, source: Source, folder: str, changes: Mapping[s
             continue
         target = f"{folder}{name.as_posix()}"
         if changes and name == Path("config.json"):
-            text = json.dumps({**source.config, **changes}, indent=2, ensure_ascii=False) + "\n"
+            text = json.dumps({**source.config, **changes}, indent=2) + "\n"
             draft.targets.append(literal_file(target, text.encode()))
             continue
         file = source_file(source.hf_dir / name)

@@ -219,8 +219,8 @@ def show(report: Report) -> None:
         "from": f"{report.source}  {report.from_layout}",
         "to": f"{report.path}  {report.to_layout}",
         "model": report.model_type,
-        "ledger": f"every byte of {ledger.tensors:,} stored tensors written once, "
-        f"{size(ledger.used_bytes)} used once, {size(ledger.dropped_bytes)} dropped by name",
+        "ledger": f"{size(ledger.stored_bytes)} of tensors: {size(ledger.used_bytes)} used once, "
+        f"{size(ledger.dropped_bytes)} dropped by name; every byte of {ledger.chunks:,} chunks written once",
         "files": f"{report.files:,} files, {size(ledger.target_bytes)}",
         "plan": f"{report.plan_digest} in {report.plan_seconds:.1f} s",
     }
@@ -235,6 +235,14 @@ def show(report: Report) -> None:
         values["dry run"] = "nothing was written"
     else:
         values["bytes"] = ", ".join(f"{name} {size(count)}" for name, count in report.steps.items() if count)
+        if outcome.clone_reason and outcome.copy_mode == "auto":
+            values["not cloned"] = outcome.clone_reason
+        values["hashes"] = "none asked for" if outcome.hash_mode == "none" else "of every payload"
+        if outcome.bytes_reread:
+            values["hashes"] = (
+                f"of every payload; {size(outcome.bytes_reread)} were read for them alone, "
+                f"{outcome.reread_seconds:.1f} s of the workers' time (--hash none skips that)"
+            )
         rate = ledger.target_bytes / report.seconds if report.seconds else 0.0
         values["time"] = f"{report.seconds:.1f} s, {size(rate)}/s"
     values["memory"] = f"{size(report.peak_rss_anon)} at most"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,11 +17,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from glmconv.brief import brief
 from glmconv.dtypes import BY_LABEL, DType
 from glmconv.errors import DataError, Defect, StorageError
 
 MAX_HEADER = 100_000_000
 """safetensors refuses longer headers; so do we, before any memory is taken."""
+
+MAX_AXES = 64
+"""No tensor has more: the product of a long list of sizes would take for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,9 @@ def read_header(path: Path) -> Header:
     Raises StorageError where the file cannot be read, DataError with every defect found otherwise.
     """
     try:
+        # Looked at before it is opened: opening a pipe would wait for a writer.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DataError("is not a regular file", where=str(path))
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
@@ -110,10 +118,11 @@ def _entry(name: str, raw: Any, where: str, defects: list[Defect]) -> HeaderEntr
         return None
     dtype, shape, offsets = raw["dtype"], raw["shape"], raw["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BY_LABEL:
-        defects.append(Defect("dtype", f"unknown dtype {dtype!r}", place))
+        defects.append(Defect("dtype", f"unknown dtype {brief(dtype)}", place))
         return None
-    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        defects.append(Defect("header", f"bad shape {shape!r} or data_offsets {offsets!r}", place))
+    if not _naturals(shape, MAX_AXES) or not _naturals(offsets, 2) or len(offsets) != 2:
+        what = f"bad shape {brief(shape)} or data_offsets {brief(offsets)}"
+        defects.append(Defect("header", what, place))
         return None
     want = prod(shape) * BY_LABEL[dtype].itemsize
     if offsets[1] - offsets[0] != want:
@@ -124,8 +133,11 @@ def _entry(name: str, raw: Any, where: str, defects: list[Defect]) -> HeaderEntr
     return HeaderEntry(name, BY_LABEL[dtype], tuple(shape), offsets[0], offsets[1])
 
 
-def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)
+def _naturals(value: Any, most: int) -> bool:
+    """Whether it is a list of at most ``most`` sizes."""
+    if not isinstance(value, list) or len(value) > most:
+        return False
+    return all(type(item) is int and 0 <= item < 1 << 62 for item in value)
 
 
 def _gaps(entries: Iterable[HeaderEntry], data_size: int, where: str) -> list[Defect]:

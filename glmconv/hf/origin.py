@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from glmconv.errors import DataError
+from glmconv.errors import DataError, Defect
 from glmconv.hf.header import Header, parse_header
-from glmconv.hf.reader import HfCheckpoint, plain_name, read_json
+from glmconv.hf.reader import SINGLE, HfCheckpoint, index_map, parse_json, plain_name, read_json
 
 FILE = "glmconv-origin.json"
 """Name of the record beside the HF side files of a torch_dist that glmconv wrote."""
+
+SUFFIX = ".safetensors"
 
 
 @dataclass(slots=True)
@@ -43,27 +45,50 @@ class Origin:
         shards, index = content.get("shards"), content.get("index")
         if not isinstance(shards, dict) or not all(isinstance(text, str) for text in shards.values()):
             raise DataError("is not a record of shards", where=str(path))
-        if not all(plain_name(name) for name in shards):
-            raise DataError("names shards outside the checkpoint's directory", where=str(path))
+        bad = sorted(name for name in shards if not plain_name(name) or not name.endswith(SUFFIX))
+        if bad:
+            raise DataError(
+                "names shards that are no safetensors files inside the checkpoint's directory",
+                where=str(path),
+                defects=[Defect("path", "not a plain name of a shard", name) for name in bad],
+            )
         if index is not None and not isinstance(index, str):
             raise DataError("its index is not text", where=str(path))
-        headers = {name: _parse(name, text) for name, text in shards.items()}
-        return cls(headers, None if index is None else index.encode())
+        headers = {name: _parse(f"{path}: {name}", text) for name, text in shards.items()}
+        origin = cls(headers, None if index is None else _encoded(index, str(path)))
+        origin._check_index(str(path))
+        return origin
+
+    def _check_index(self, where: str) -> None:
+        """The index is written again as it stands, so it must be that of the shards."""
+        held = [(entry.name, file) for file, header in self.headers.items() for entry in header.entries]
+        said = {name: SINGLE for name, _ in held}
+        if self.index is not None:
+            said = index_map(parse_json(self.index, where), where)
+        if len(held) != len(dict(held)) or said != dict(held):
+            raise DataError("its index is not that of its shards", where=where)
 
     def names(self) -> set[str]:
         """All tensors that the origin held."""
         return {entry.name for header in self.headers.values() for entry in header.entries}
 
 
-def _parse(name: str, text: str) -> Header:
-    raw = text.encode()
+def _encoded(text: str, where: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"holds text that is not Unicode: {error.reason}", where=where) from error
+
+
+def _parse(where: str, text: str) -> Header:
+    raw = _encoded(text, where)
     try:
         content = json.loads(raw)
         ends = [entry["data_offsets"][1] for key, entry in content.items() if key != "__metadata__"]
         size = 8 + len(raw) + max(ends, default=0)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise DataError(f"is not a safetensors header: {error}", where=name) from error
-    return parse_header(raw, size, name)
+        raise DataError(f"is not a safetensors header: {error}", where=where) from error
+    return parse_header(raw, size, where)
 
 
 def fits(origin: Origin, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:

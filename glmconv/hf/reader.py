@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import stat
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -17,8 +19,17 @@ from glmconv.stored import StoredChunk, StoredTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
+OTHER_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt"),
+    ".distcp",
+)
 """Files of these kinds hold weights in some form and are never taken for side files."""
+
+MAX_NAME = 255
+"""Bytes of a file name, as Linux filesystems limit them."""
+
+MAX_NESTING = 64
+"""Levels of objects and lists in a JSON file; configs have a handful."""
 
 
 @dataclass(slots=True)
@@ -36,16 +47,50 @@ class HfCheckpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises StorageError or DataError naming the file."""
     try:
-        content = json.loads(path.read_bytes())
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DataError("is not a regular file", where=str(path))
+        data = path.read_bytes()
     except OSError as error:
         raise StorageError(
             f"cannot read: {error.strerror}", where=str(path), hint="name the directory of a checkpoint"
         ) from error
+    return parse_json(data, str(path))
+
+
+def parse_json(data: bytes, where: str) -> dict[str, Any]:
+    """A JSON object, no key of which stands twice. Raises DataError naming ``where``."""
+    twice: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            twice.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        return content
+
+    try:
+        content = json.loads(data, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {error}", where=str(path)) from error
+        raise DataError(f"not JSON: {error}", where=where) from error
     if not isinstance(content, dict):
-        raise DataError("not a JSON object", where=str(path))
+        raise DataError("not a JSON object", where=where)
+    if twice:
+        raise DataError(
+            "the same key stands twice in one object",
+            where=where,
+            defects=[Defect("duplicate", "stands twice", name) for name in twice],
+        )
+    if _nests_deeply(content):
+        raise DataError(f"nests deeper than {MAX_NESTING} levels", where=where)
     return content
+
+
+def _nests_deeply(content: dict[str, Any]) -> bool:
+    """Whether something that walks the tree by recursion might not reach its leaves."""
+    level: list[Any] = [content]
+    for _ in range(MAX_NESTING):
+        values = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
+        level = [inner for inner in values if isinstance(inner, (dict, list))]
+    return bool(level)
 
 
 def source_file(path: Path, header_digest: str = "") -> SourceFile:
@@ -103,25 +148,35 @@ def _weight_map(checkpoint: HfCheckpoint) -> dict[str, str] | None:
                 hint="glmconv reads safetensors; for other formats save with safetensors first",
             )
         return None
-    content = read_json(path)
+    weight_map = index_map(read_json(path), str(path))
     checkpoint.index = path.read_bytes()
+    return weight_map
+
+
+def index_map(content: dict[str, Any], where: str) -> dict[str, str]:
+    """The ``weight_map`` of an index: tensor to file. Raises DataError."""
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise DataError("has no weight_map of strings", where=str(path))
+        raise DataError("has no weight_map of strings", where=where)
     bad = sorted(file for file in set(weight_map.values()) if not plain_name(file))
     if bad:
         raise DataError(
-            "names files outside the checkpoint's directory",
-            where=str(path),
-            defects=[Defect("path", "not a plain file name", file) for file in bad],
+            "names files outside the checkpoint's directory, or spells them oddly",
+            where=where,
+            defects=[Defect("path", "not a plain file name inside the directory", file) for file in bad],
         )
     return weight_map
 
 
 def plain_name(name: str) -> bool:
-    """Whether a file name found in a checkpoint stays inside its directory."""
+    """Whether a file name found in a checkpoint is one, spelt plainly, inside its directory."""
     pure = PurePosixPath(name)
-    return bool(name) and "\0" not in name and not pure.is_absolute() and ".." not in pure.parts
+    try:
+        longest = max((len(os.fsencode(part)) for part in pure.parts), default=0)
+    except UnicodeEncodeError:
+        return False
+    inside = not pure.is_absolute() and ".." not in pure.parts and str(pure) == name and name != "."
+    return inside and "\0" not in name and longest <= MAX_NAME
 
 
 def _against_index(checkpoint: HfCheckpoint, weight_map: dict[str, str]) -> Iterator[Defect]:

@@ -30,7 +30,7 @@ def shard_of(path: Path, name: str) -> Path:
     """The file of an HF checkpoint that holds a tensor."""
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            if name in opened.keys():
+            if name in set(opened.keys()):
                 return file
     raise KeyError(name)
 
@@ -97,9 +97,7 @@ class Ran:
     err: str
 
 
-def run_cli(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
-) -> Ran:
+def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> Ran:
     """Run ``glmconv`` in this process."""
     monkeypatch.setattr(sys, "argv", ["glmconv", *map(str, arguments)])
     monkeypatch.setenv("COLUMNS", "200")
