@@ -14,11 +14,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from glmconv.checks import CheckOptions as CheckOptions
+    from glmconv.checks import check as check
+    from glmconv.comparison import DiffOptions as DiffOptions
+    from glmconv.comparison import diff as diff
     from glmconv.conversion import Report as Report
     from glmconv.conversion import RunOptions as RunOptions
     from glmconv.conversion import convert as convert
     from glmconv.conversion import plan_conversion as plan_conversion
     from glmconv.errors import GlmconvError as GlmconvError
+    from glmconv.inspection import inspect as inspect
     from glmconv.opening import open_source as open_source
     from glmconv.planner import TargetOptions as TargetOptions
     from glmconv.sources import SourceOptions as SourceOptions
@@ -26,12 +31,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CheckOptions": "glmconv.checks",
+    "DiffOptions": "glmconv.comparison",
     "GlmconvError": "glmconv.errors",
     "Report": "glmconv.conversion",
     "RunOptions": "glmconv.conversion",
     "SourceOptions": "glmconv.sources",
     "TargetOptions": "glmconv.planner",
+    "check": "glmconv.checks",
     "convert": "glmconv.conversion",
+    "diff": "glmconv.comparison",
+    "inspect": "glmconv.inspection",
     "open_source": "glmconv.opening",
     "plan_conversion": "glmconv.conversion",
 }

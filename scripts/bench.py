@@ -99,7 +99,9 @@ def measure(
 
 
 def main(
-    directory: Annotated[Path, typer.Option("--dir", help="Where to work; needs 4 times the size.")] = Path("bench"),
+    directory: Annotated[Path, typer.Option("--dir", help="Where to work; needs 4 times the size.")] = Path(
+        "bench"
+    ),
     gigabytes: Annotated[float, typer.Option(help="Size of the checkpoint, in GB.")] = 4.2,
     rounds: Annotated[int, typer.Option(help="Rounds; medians are reported.")] = 5,
     workers: Annotated[int, typer.Option("-j", help="Threads of glmconv.")] = 2,
@@ -115,8 +117,20 @@ def main(
     work.mkdir(parents=True)
     hf, megatron = work / "hf", work / "megatron"
     make_proportioned(hf, gigabytes)
-    glmconv = [sys.executable, "-m", "glmconv", "convert", "--quiet", "-j", str(workers), "--copy-mode", copy_mode]
-    subprocess.run([*glmconv, str(hf), str(megatron), "--to", "megatron"], check=True, stdout=subprocess.DEVNULL)
+    glmconv = [
+        sys.executable,
+        "-m",
+        "glmconv",
+        "convert",
+        "--quiet",
+        "-j",
+        str(workers),
+        "--copy-mode",
+        copy_mode,
+    ]
+    subprocess.run(
+        [*glmconv, str(hf), str(megatron), "--to", "megatron"], check=True, stdout=subprocess.DEVNULL
+    )
     ways: dict[str, Callable[[Path], list[str]]] = {
         "cp hf": lambda out: ["cp", "-r", "--reflink=never", str(hf), str(out)],
         "glmconv hf to megatron": lambda out: [*glmconv, str(hf), str(out), "--to", "megatron"],
@@ -138,7 +152,9 @@ def main(
 def report(results: dict[str, list[tuple[float, int]]], size: int, workers: int) -> None:
     """Medians as a Markdown table and as one line of JSON."""
     medians = {name: statistics.median(s for s, _ in runs) for name, runs in results.items()}
-    print(f"{size / 1e9:.2f} GB, {workers} workers, Python {platform.python_version()}, {os.cpu_count()} cores\n")
+    print(
+        f"{size / 1e9:.2f} GB, {workers} workers, Python {platform.python_version()}, {os.cpu_count()} cores\n"
+    )
     print("| way | median s | of cp | slowest s | peak RssAnon MiB |\n|---|---|---|---|---|")
     for name, runs in results.items():
         base = medians["cp megatron" if "megatron to hf" in name or name == "cp megatron" else "cp hf"]
@@ -147,7 +163,7 @@ def report(results: dict[str, list[tuple[float, int]]], size: int, workers: int)
             f"| {name} | {medians[name]:.2f} | {medians[name] / base:.2f} "
             f"| {max(s for s, _ in runs):.2f} | {peak:.0f} |"
         )
-    print("\n" + json.dumps({name: runs for name, runs in results.items()}))
+    print("\n" + json.dumps(dict(results)))
 
 
 if __name__ == "__main__":

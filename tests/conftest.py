@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``checkpoint("glm-5.2", router_bias_dtype="bfloat16")``: a small HF checkpoint, never to be written to."""
+    """``checkpoint("glm-5.2", router_bias_dtype="bfloat16")``: a small HF checkpoint; do not write to it."""
     made: dict[str, Path] = {}
 
     def make(model: str, **options: str) -> Path:

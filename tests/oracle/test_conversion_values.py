@@ -40,7 +40,9 @@ def test_megatron_tensors_equal_the_reference(
 
 @pytest.mark.parametrize("layer_keys", ["stacked", "per-layer"])
 @pytest.mark.parametrize("model", ["qwen3", "qwen3-moe"])
-def test_layer_keys_of_either_kind(checkpoint: Checkpoint, tmp_path: Path, model: str, layer_keys: str) -> None:
+def test_layer_keys_of_either_kind(
+    checkpoint: Checkpoint, tmp_path: Path, model: str, layer_keys: str
+) -> None:
     hf = checkpoint(model)
     unit = to_megatron(hf, tmp_path / "out", layer_keys=layer_keys)
     expected = hf_to_megatron(load_tensors(hf), load_config(hf), "mcore", layer_keys)
@@ -50,7 +52,9 @@ def test_layer_keys_of_either_kind(checkpoint: Checkpoint, tmp_path: Path, model
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("model", MODELS)
-def test_back_to_hf_is_byte_identical(checkpoint: Checkpoint, tmp_path: Path, model: str, dialect: str) -> None:
+def test_back_to_hf_is_byte_identical(
+    checkpoint: Checkpoint, tmp_path: Path, model: str, dialect: str
+) -> None:
     hf = checkpoint(model)
     to_megatron(hf, tmp_path / "out", dialect)
     assert_same_bytes(to_hf(tmp_path / "out", tmp_path / "back"), hf)
@@ -171,7 +175,7 @@ def test_every_mutant_of_the_tables_is_caught_by_values(
     hf = checkpoint(model)
     with planted(mutant):
         if mutant.spec is not None:
-            with pytest.raises(DataError, match="neither used nor dropped|not used exactly once"):
+            with pytest.raises(DataError, match=r"neither used nor dropped|not used exactly once"):
                 to_megatron(hf, tmp_path / "out", dialect)
             return
         unit = to_megatron(hf, tmp_path / "out", dialect)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,11 +61,15 @@ class Saved:
         mcore_run.run(convert_jobs.save_as_trainers_do, lane=lane, arguments=arguments)
         for layout, models in PARALLEL.items():
             some = [model for model in models if model in MODELS[lane]]
-            arguments = {
-                "cases": cases, "models": some, "first": str(out), "out": str(out), "parallel": list(layout),
+            parallel: dict[str, Any] = {
+                "cases": cases,
+                "models": some,
+                "first": str(out),
+                "out": str(out),
+                "parallel": list(layout),
             }
             world = layout[0] * layout[1] * layout[2]
-            mcore_run.run(convert_jobs.resave, lane=lane, world=world, arguments=arguments)
+            mcore_run.run(convert_jobs.resave, lane=lane, world=world, arguments=parallel)
         return out
 
 
@@ -89,7 +94,9 @@ def test_export_equals_what_filled_the_model(
 
 
 @pytest.mark.parametrize("model", MODELS["0.19.2"])
-def test_transformers_loads_the_export_and_computes_the_same(saved: Saved, tmp_path: Path, model: str) -> None:
+def test_transformers_loads_the_export_and_computes_the_same(
+    saved: Saved, tmp_path: Path, model: str
+) -> None:
     hf = saved.hf(model)
     unit = saved.of("0.19.2") / model / "plain"
     out = convert(

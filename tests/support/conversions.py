@@ -23,7 +23,9 @@ def to_megatron(src: Path, dst: Path, dialect: str = "mcore", **target: object) 
     return convert(src, dst, target=options).path
 
 
-def to_hf(src: Path, dst: Path, *, source: SourceOptions | None = None, to: str = "hf", **target: object) -> Path:
+def to_hf(
+    src: Path, dst: Path, *, source: SourceOptions | None = None, to: str = "hf", **target: object
+) -> Path:
     """Convert and return the HF directory."""
     options = TargetOptions(to=to, **target)  # type: ignore[arg-type]
     return convert(src, dst, source=source, target=options).path

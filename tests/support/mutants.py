@@ -128,52 +128,114 @@ DSA = ("glm-5.2",)
 SWAPPING = ("mcore-0.18", "slime", "miles")
 
 MUTANTS = (
-    Mutant("q and k swapped within the group", {"linear_qkv.weight": lambda v: _Reordered.of(v, "kqv")}, models=GQA),
+    Mutant(
+        "q and k swapped within the group",
+        {"linear_qkv.weight": lambda v: _Reordered.of(v, "kqv")},
+        models=GQA,
+    ),
     Mutant("k and v swapped", {"linear_qkv.weight": lambda v: _qkv(v, q="q", k="v", v="k")}, models=GQA),
-    Mutant("bias k and v swapped", {"linear_qkv.bias": lambda v: _qkv(v, q="q", k="v", v="k")}, models=("glm-4.5",)),
+    Mutant(
+        "bias k and v swapped",
+        {"linear_qkv.bias": lambda v: _qkv(v, q="q", k="v", v="k")},
+        models=("glm-4.5",),
+    ),
     Mutant("QKV not grouped", {"linear_qkv.weight": lambda v: FlatQKV(**v.slots())}, models=GQA),
     Mutant("bias not grouped", {"linear_qkv.bias": lambda v: FlatQKV(**v.slots())}, models=("glm-4.5",)),
-    Mutant("q and k norm swapped", {
-        "q_layernorm.weight": _rename("q_norm", "k_norm"), "k_layernorm.weight": _rename("k_norm", "q_norm"),
-    }, models=GQA),
-    Mutant("dense gate and up swapped", {"layer}.mlp.linear_fc1.weight": _gate_up}, models=("glm-5.2", "glm-4.5", "qwen3")),
+    Mutant(
+        "q and k norm swapped",
+        {
+            "q_layernorm.weight": _rename("q_norm", "k_norm"),
+            "k_layernorm.weight": _rename("k_norm", "q_norm"),
+        },
+        models=GQA,
+    ),
+    Mutant(
+        "dense gate and up swapped",
+        {"layer}.mlp.linear_fc1.weight": _gate_up},
+        models=("glm-5.2", "glm-4.5", "qwen3"),
+    ),
     Mutant("expert gate and up swapped", {"experts.linear_fc1.weight[{expert}]": _gate_up}, models=MOE),
     Mutant("shared gate and up swapped", {"shared_experts.linear_fc1.weight": _gate_up}, models=GLM),
-    Mutant("gate and up interleaved", {"experts.linear_fc1.weight[{expert}]": lambda v: InterleavedGateUp(**v.slots())}, models=MOE),
+    Mutant(
+        "gate and up interleaved",
+        {"experts.linear_fc1.weight[{expert}]": lambda v: InterleavedGateUp(**v.slots())},
+        models=MOE,
+    ),
     Mutant("experts in reverse order", layout=_reverse_experts, models=MOE),
     Mutant("experts shifted by one", layout=_shift_experts, models=MOE),
     Mutant("two layers exchanged", layout=_swap_layers),
-    Mutant("input and post norm exchanged (MoE)", {
-        "pre_mlp_layernorm.weight": _rename("post_attention_layernorm", "input_layernorm"),
-        "linear_qkv.layer_norm_weight": _rename("input_layernorm", "post_attention_layernorm"),
-        "}.input_layernorm.weight": _rename("input_layernorm", "post_attention_layernorm"),
-        "linear_fc1.layer_norm_weight": _rename("post_attention_layernorm", "input_layernorm"),
-    }),
-    Mutant("enorm and hnorm exchanged", {
-        "enorm.weight": _rename("enorm", "hnorm"), "hnorm.weight": _rename("hnorm", "enorm"),
-    }, models=GLM),
-    Mutant("eh_proj halves exchanged", {"eh_proj.weight": lambda v: ColumnHalfSwap(v.slots()["tensor"])}, models=GLM),
+    Mutant(
+        "input and post norm exchanged (MoE)",
+        {
+            "pre_mlp_layernorm.weight": _rename("post_attention_layernorm", "input_layernorm"),
+            "linear_qkv.layer_norm_weight": _rename("input_layernorm", "post_attention_layernorm"),
+            "}.input_layernorm.weight": _rename("input_layernorm", "post_attention_layernorm"),
+            "linear_fc1.layer_norm_weight": _rename("post_attention_layernorm", "input_layernorm"),
+        },
+    ),
+    Mutant(
+        "enorm and hnorm exchanged",
+        {
+            "enorm.weight": _rename("enorm", "hnorm"),
+            "hnorm.weight": _rename("hnorm", "enorm"),
+        },
+        models=GLM,
+    ),
+    Mutant(
+        "eh_proj halves exchanged",
+        {"eh_proj.weight": lambda v: ColumnHalfSwap(v.slots()["tensor"])},
+        models=GLM,
+    ),
     Mutant("MTP dropped", spec=_no_mtp, models=GLM),
-    Mutant("final norm of MTP taken from enorm", {
-        "{mtp}.final_layernorm.weight": _rename("shared_head.norm", "enorm"),
-        "enorm.weight": _rename("enorm", "shared_head.norm"),
-    }, models=GLM),
-    Mutant("embedding and head exchanged", {
-        "word_embeddings.weight": _rename("model.embed_tokens", "lm_head"),
-        "output_layer.weight": _rename("lm_head", "model.embed_tokens"),
-    }, models=GLM),
-    Mutant("indexer not swapped", {
-        "wq_b.weight": _same, "wk.weight": _same, "k_norm.weight": _same, "k_norm.bias": _same,
-    }, models=DSA, dialects=SWAPPING),
+    Mutant(
+        "final norm of MTP taken from enorm",
+        {
+            "{mtp}.final_layernorm.weight": _rename("shared_head.norm", "enorm"),
+            "enorm.weight": _rename("enorm", "shared_head.norm"),
+        },
+        models=GLM,
+    ),
+    Mutant(
+        "embedding and head exchanged",
+        {
+            "word_embeddings.weight": _rename("model.embed_tokens", "lm_head"),
+            "output_layer.weight": _rename("lm_head", "model.embed_tokens"),
+        },
+        models=GLM,
+    ),
+    Mutant(
+        "indexer not swapped",
+        {
+            "wq_b.weight": _same,
+            "wk.weight": _same,
+            "k_norm.weight": _same,
+            "k_norm.bias": _same,
+        },
+        models=DSA,
+        dialects=SWAPPING,
+    ),
     Mutant("indexer k_norm bias not swapped", {"k_norm.bias": _same}, models=DSA, dialects=SWAPPING),
-    Mutant("indexer swapped where it must not be", {
-        "wq_b.weight": lambda v: RopeHalfSwap(v.slots()["tensor"]),
-        "wk.weight": lambda v: RopeHalfSwap(v.slots()["tensor"]),
-    }, models=DSA, dialects=("mcore",)),
-    Mutant("indexer halves swapped over all heads", {"wq_b.weight": lambda v: RowHalfSwap(v.slots()["tensor"])},
-           models=DSA, dialects=SWAPPING),
-    Mutant("weights_proj swapped too", {"weights_proj.weight": lambda v: RowHalfSwap(v.slots()["tensor"])},
-           models=DSA, dialects=("mcore", *SWAPPING)),
+    Mutant(
+        "indexer swapped where it must not be",
+        {
+            "wq_b.weight": lambda v: RopeHalfSwap(v.slots()["tensor"]),
+            "wk.weight": lambda v: RopeHalfSwap(v.slots()["tensor"]),
+        },
+        models=DSA,
+        dialects=("mcore",),
+    ),
+    Mutant(
+        "indexer halves swapped over all heads",
+        {"wq_b.weight": lambda v: RowHalfSwap(v.slots()["tensor"])},
+        models=DSA,
+        dialects=SWAPPING,
+    ),
+    Mutant(
+        "weights_proj swapped too",
+        {"weights_proj.weight": lambda v: RowHalfSwap(v.slots()["tensor"])},
+        models=DSA,
+        dialects=("mcore", *SWAPPING),
+    ),
 )
 
 

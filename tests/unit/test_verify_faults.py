@@ -9,13 +9,19 @@ import torch
 import transformers
 from torch import Tensor
 
+from glmconv.registry import get_bridge
+from glmconv.verify.faults import BY_NAME, FAULTS, Geometry
+from glmconv.verify.faults import geometry as geometry_of
 from tests.support.checkpoints import MODELS, raw_config, tiny_tensors
-from tests.support.faults import BY_NAME, FAULTS, Geometry, geometry
 from tests.support.reference import DIALECTS, hf_to_megatron, hub_to_stacked, megatron_to_hf
 
 State = dict[str, Tensor]
 SEEN_IN_LOGPROBS = 1e-4
 """Far above what the same model differs by between runtimes (2e-5), far below what faults do."""
+
+
+def geometry(config: dict[str, Any]) -> Geometry:
+    return geometry_of(get_bridge(config["model_type"]).spec(config, {}))
 
 
 @pytest.fixture(scope="module")
