@@ -19,5 +19,5 @@ make_environment() {
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
         --constraint scripts/constraints.txt torch
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-        --constraint scripts/constraints.txt --editable ".[$extras]" "$@"
+        --constraint scripts/constraints.txt --editable ".${extras:+[$extras]}" "$@"
 }

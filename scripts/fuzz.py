@@ -253,11 +253,12 @@ def _ended(act: Callable[[], Any]) -> str:
     return "success"
 
 
-def _limit() -> None:
-    def hang(number: int, frame: object) -> None:
-        raise Hang(f"over {SECONDS} s")
+def _hang(number: int, frame: object) -> None:
+    raise Hang(f"over {SECONDS} s")
 
-    signal.signal(signal.SIGALRM, hang)
+
+def limit_memory() -> None:
+    """Let this process take no more than ``MEMORY`` beyond what it has: beyond it, MemoryError."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -270,9 +271,12 @@ def fuzz(count: int, seed: int, first: int = 0, work: Path | None = None) -> Tal
     fast = shm if shm.is_dir() and os.access(shm, os.W_OK) else None
     folder = work or Path(tempfile.mkdtemp(prefix="glmconv-fuzz-", dir=fast))
     bases = make_bases(folder)
-    _limit()
-    for number in range(first, first + count):
-        one(number, seed, bases, folder, tally)
+    before = signal.signal(signal.SIGALRM, _hang)
+    try:
+        for number in range(first, first + count):
+            one(number, seed, bases, folder, tally)
+    finally:
+        signal.signal(signal.SIGALRM, before)
     tally.seconds = time.monotonic() - began
     if not tally.bugs:
         shutil.rmtree(folder)
@@ -287,6 +291,7 @@ def main(
     shown: Annotated[int, typer.Option(help="Bugs to print.")] = 5,
 ) -> None:
     """Run the fuzzer; the exit code is 1 where it found a bug."""
+    limit_memory()
     tally = fuzz(count, seed, first, work)
     for bug in tally.bugs[:shown]:
         typer.echo(bug)
