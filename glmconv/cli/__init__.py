@@ -39,17 +39,19 @@ def _main(
 
 
 def _register() -> None:
-    from glmconv.cli import check, convert, diff, doctor, inspect, tables
+    from glmconv.cli import check, convert, diff, doctor, inspect, tables, verify
 
     for name, module in (
         ("convert", convert),
         ("check", check),
+        ("verify", verify),
         ("diff", diff),
         ("inspect", inspect),
         ("tables", tables),
         ("doctor", doctor),
     ):
-        app.command(name, no_args_is_help=name in ("convert", "check", "diff", "inspect"))(module.command)
+        needs_paths = name in ("convert", "check", "verify", "diff", "inspect")
+        app.command(name, no_args_is_help=needs_paths)(module.command)
 
 
 def main() -> None:

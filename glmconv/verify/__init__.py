@@ -1,6 +1,18 @@
-"""Running the real megatron-core ``GPTModel`` without Transformer Engine, on CPU or CUDA.
+"""Running both real models, transformers' and megatron-core's, and comparing what they compute.
 
 Importing this package patches nothing and imports neither torch nor megatron-core. Use::
+
+    from glmconv.verify import VerifyOptions, self_test, verify
+
+    report = verify("GLM-5.2", "megatron", VerifyOptions(index_topk=64, seq_len=256))
+    report.verdict, report.reason             # a VerifyReport; report.to_json()
+
+``verify`` goes through the model layer by layer (``run``), each side from its own loader
+(``hf_side``, ``megatron_side`` with ``stages`` and ``weights``), compares (``compare``,
+``logprobs``) and judges (``verdict``). ``self_test`` (``selftest``) shows that it sees the faults of
+``faults``. ``html.page(report)`` is the page.
+
+The parts beneath build whole Megatron models without Transformer Engine, on CPU or CUDA::
 
     from glmconv.verify.parallel import Parallel, runtime
     from glmconv.verify.model import build_model
@@ -25,3 +37,31 @@ Importing this package patches nothing and imports neither torch nor megatron-co
   ``glmconv.verify.model`` tells which. Index sharing needs 0.19.
 - What was aligned between the runtimes is listed in ``model.alignments``: report it.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from glmconv.verify.options import VerifyOptions as VerifyOptions
+    from glmconv.verify.report import VerifyReport as VerifyReport
+    from glmconv.verify.run import verify as verify
+    from glmconv.verify.selftest import SelfTestReport as SelfTestReport
+    from glmconv.verify.selftest import self_test as self_test
+
+_HOMES = {
+    "SelfTestReport": "selftest",
+    "VerifyOptions": "options",
+    "VerifyReport": "report",
+    "self_test": "selftest",
+    "verify": "run",
+}
+
+__all__ = [*_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"glmconv.verify.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'glmconv.verify' has no attribute {name!r}")

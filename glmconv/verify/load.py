@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-# ruff: noqa: PLC0415 - megatron-core must not be imported before the compat steps are in force.
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from glmconv.errors import DataError, Defect, StorageError
+from glmconv.verify.slices import Slice, read_slices
 
 EXTRA_STATE = "_extra_state"
 
@@ -79,7 +79,8 @@ class TorchDist:
 
         Nothing outside the piece is read. Raises as ``load`` does.
         """
-        from megatron.core.dist_checkpointing.mapping import ShardedObject
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
         sharded = {
             name: item
@@ -87,8 +88,21 @@ class TorchDist:
             if not isinstance(item, ShardedObject)
         }
         _require_tensors(sharded, self.shapes, self.where)
-        # The piece asks for a few rows of tensors that hold all layers: no process has the others.
-        _load_strictly(stage, self._read({"model": sharded}, validate_access_integrity=False)["model"])
+        if stage.axis is None or self.metadata.get("non_homogeneous_layers"):
+            _load_strictly(stage, self._read({"model": sharded}, validate_access_integrity=False)["model"])
+            return
+        built = [
+            part
+            for item in sharded.values()
+            for part in (nested_values(item.build()) if isinstance(item, ShardedTensorFactory) else [item])
+        ]
+        read_slices(
+            self.where,
+            [
+                Slice(part.key, part.global_offset, part.data[(None,) * part.prepend_axis_num])
+                for part in built
+            ],
+        )
 
     def _read(self, sharded: dict[str, Any], **options: Any) -> Any:
         from megatron.core import dist_checkpointing
