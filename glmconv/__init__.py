@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from glmconv.checks import check as check
     from glmconv.comparison import DiffOptions as DiffOptions
     from glmconv.comparison import diff as diff
-    from glmconv.conversion import Report as Report
     from glmconv.conversion import RunOptions as RunOptions
     from glmconv.conversion import convert as convert
     from glmconv.conversion import plan_conversion as plan_conversion
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from glmconv.inspection import inspect as inspect
     from glmconv.opening import open_source as open_source
     from glmconv.planner import TargetOptions as TargetOptions
+    from glmconv.report import Report as Report
     from glmconv.sources import SourceOptions as SourceOptions
 
 __version__ = "0.1.0"
@@ -34,7 +34,7 @@ _HOMES = {
     "CheckOptions": "glmconv.checks",
     "DiffOptions": "glmconv.comparison",
     "GlmconvError": "glmconv.errors",
-    "Report": "glmconv.conversion",
+    "Report": "glmconv.report",
     "RunOptions": "glmconv.conversion",
     "SourceOptions": "glmconv.sources",
     "TargetOptions": "glmconv.planner",

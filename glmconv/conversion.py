@@ -7,17 +7,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from glmconv import __version__
-from glmconv.digest import digest_bytes
 from glmconv.engine import (
     CopyMode,
     Destination,
     HashMode,
-    Outcome,
     Progress,
     StagingLock,
     Stop,
@@ -31,13 +27,14 @@ from glmconv.engine import (
     write_atomically,
     write_tracker,
 )
-from glmconv.engine.publish import journal_path
-from glmconv.errors import DataError, Defect, GlmconvError
-from glmconv.ledger import Ledger
+from glmconv.engine.publish import TRACKER, journal_path
+from glmconv.errors import DataError, GlmconvError
 from glmconv.manifest import FILE as MANIFEST_FILE
+from glmconv.manifest import read_manifest
 from glmconv.memory import no_collection, peak_rss_anon
 from glmconv.opening import local_path, open_source
 from glmconv.planner import Planned, TargetOptions, make_plan
+from glmconv.report import Report, make_manifest, make_report, steps_of
 from glmconv.sources import SourceOptions
 
 
@@ -51,53 +48,6 @@ class RunOptions:
     overwrite: bool = False
     dry_run: bool = False
     journal_bytes: int = 256 << 20
-
-
-@dataclass(slots=True)
-class Report:
-    """What a conversion did, or with ``dry_run`` would do. ``path`` is the published unit."""
-
-    source: Path
-    destination: Path
-    path: Path
-    model_type: str
-    from_layout: str
-    to_layout: str
-    plan_digest: str
-    ledger: Ledger
-    files: int
-    widened: dict[str, str]
-    dropped: list[tuple[str, str, int]]
-    warnings: list[Defect]
-    plan_seconds: float
-    outcome: Outcome | None = None
-    seconds: float = 0.0
-    peak_rss_anon: int = 0
-    steps: dict[str, int] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data, for ``--json``."""
-        outcome = self.outcome
-        return {
-            "source": str(self.source),
-            "destination": str(self.destination),
-            "path": str(self.path),
-            "model_type": self.model_type,
-            "from": self.from_layout,
-            "to": self.to_layout,
-            "plan_digest": self.plan_digest,
-            "ledger": {name: getattr(self.ledger, name) for name in Ledger.__slots__},
-            "files": self.files,
-            "widened": self.widened,
-            "dropped": [{"name": n, "reason": r, "bytes": size} for n, r, size in self.dropped],
-            "warnings": [str(warning) for warning in self.warnings],
-            "plan_seconds": round(self.plan_seconds, 3),
-            "dry_run": outcome is None,
-            "seconds": round(self.seconds, 3),
-            "peak_rss_anon": self.peak_rss_anon,
-            "bytes": self.steps,
-            "copying": outcome.copying() if outcome else {},
-        }
 
 
 def plan_conversion(
@@ -132,10 +82,15 @@ def convert(
     src, dst, run = Path(src), Path(dst), run or RunOptions()
     local_path(dst)
     planned = plan_conversion(src, source, target)
-    report = _report(planned, src, dst, time.monotonic() - began)
+    report = make_report(planned, src, dst, time.monotonic() - began)
     if run.dry_run:
         report.seconds = time.monotonic() - began
         report.peak_rss_anon = peak_rss_anon()
+        return report
+    if _lacks_only_its_tracker(planned, report):
+        _write_tracker(planned, dst)
+        report.finished_earlier = True
+        report.seconds = time.monotonic() - began
         return report
     fill = source.fill_missing_from if source else None
     absent = _absent_parents(dst)
@@ -154,11 +109,11 @@ def convert(
                 journal_bytes=run.journal_bytes,
                 restart=run.overwrite,
             )
-            report.steps = _steps(report.outcome)
+            report.steps = steps_of(report.outcome)
             report.seconds = time.monotonic() - began
             report.peak_rss_anon = peak_rss_anon()
             # ASCII, since names of files and directories need not be Unicode.
-            manifest = json.dumps(_manifest(planned, report), indent=1).encode()
+            manifest = json.dumps(make_manifest(planned, report), indent=1).encode()
             write_atomically(unit_dir(place.staging) / MANIFEST_FILE, manifest)
             publish(place.staging, place.final, overwrite=run.overwrite)
     except GlmconvError:
@@ -166,10 +121,22 @@ def convert(
             with suppress(OSError):  # it is not empty: the journal lies in it, or another run's
                 parent.rmdir()
         raise
-    if planned.unit is not None:
-        write_tracker(place.dst, "release" if planned.unit == "release" else str(planned.options.iteration))
+    _write_tracker(planned, place.dst)
     report.seconds = time.monotonic() - began
     return report
+
+
+def _write_tracker(planned: Planned, root: Path) -> None:
+    if planned.unit is not None:
+        write_tracker(root, "release" if planned.unit == "release" else str(planned.options.iteration))
+
+
+def _lacks_only_its_tracker(planned: Planned, report: Report) -> bool:
+    """Whether a run of this very plan was killed between its rename and its tracker."""
+    if planned.unit is None or (report.destination / TRACKER).exists():
+        return False
+    manifest = read_manifest(report.path / MANIFEST_FILE)
+    return manifest is not None and manifest.get("plan_digest") == planned.plan.digest
 
 
 def _absent_parents(dst: Path) -> list[Path]:
@@ -211,81 +178,3 @@ def _require_space(planned: Planned, place: Destination, run: RunOptions) -> Non
         for name in names
     )
     require_space(place.staging, max(0, need - present))
-
-
-def _report(planned: Planned, src: Path, dst: Path, seconds: float) -> Report:
-    plan = planned.plan
-    return Report(
-        source=src,
-        destination=dst,
-        path=dst if planned.unit is None else dst / planned.unit,
-        model_type=planned.source.spec.model_type,
-        from_layout=_layout_name(planned.source.kind, planned.source.layout),
-        to_layout=_layout_name(planned.to, planned.layout.name),
-        plan_digest=plan.digest,
-        ledger=planned.ledger,
-        files=len(plan.targets),
-        widened={name: dtype.label for name, dtype in planned.widened.items()},
-        dropped=[(one.name, one.reason, one.size) for one in plan.dropped],
-        warnings=planned.warnings,
-        plan_seconds=seconds,
-    )
-
-
-def _layout_name(kind: str, layout: str) -> str:
-    return f"megatron ({layout})" if kind == "megatron" else layout
-
-
-def _steps(outcome: Outcome) -> dict[str, int]:
-    return {
-        "cloned": outcome.bytes_cloned,
-        "copied": outcome.bytes_copied,
-        "computed": outcome.bytes_computed,
-        "zero": outcome.bytes_zero,
-        "literal": outcome.bytes_literal,
-        "reused": outcome.bytes_reused,
-    }
-
-
-def _manifest(planned: Planned, report: Report) -> dict[str, Any]:
-    """What is left beside the data: where it came from, what was done, what each tensor hashes to."""
-    source, outcome = planned.source, report.outcome
-    return {
-        "tool": "glmconv",
-        "version": __version__,
-        "model_type": source.spec.model_type,
-        "layout": planned.to,
-        "dialect": planned.layout.name if planned.to == "megatron" else None,
-        "source": {"path": str(source.path.resolve()), "layout": report.from_layout},
-        "plan_digest": report.plan_digest,
-        "dtype": planned.options.dtype,
-        "widened": report.widened,
-        "dropped": [{"name": n, "reason": r, "bytes": size} for n, r, size in report.dropped],
-        "warnings": [str(warning) for warning in report.warnings],
-        "ledger": {name: getattr(report.ledger, name) for name in Ledger.__slots__},
-        "bytes": report.steps,
-        "seconds": round(report.seconds, 3),
-        "peak_rss_anon": report.peak_rss_anon,
-        "hash": {"mode": outcome.hash_mode if outcome else "none", "name": "xxh3_128 tree, 4 MiB leaves"},
-        "files": _file_hashes(planned, outcome),
-    }
-
-
-def _file_hashes(planned: Planned, outcome: Outcome | None) -> list[dict[str, Any]]:
-    """Each file with its size, the digest of its literal bytes and those of its payloads."""
-    files = []
-    for target in planned.plan.targets:
-        entry: dict[str, Any] = {"path": target.path, "size": target.size}
-        entry["literals"] = digest_bytes(b"".join(data for _, data in sorted(target.literals)))
-        entry["payloads"] = [
-            [
-                payload.name,
-                list(payload.place),
-                payload.offset,
-                payload.size,
-                outcome.digest(target.path, index).hex() if outcome and outcome.leaves else None,
-            ]
-            for index, payload in enumerate(target.payloads)
-        ]
-        files.append(entry)
-    return files

@@ -12,6 +12,8 @@ from typing import Any
 
 from glmconv import __version__
 from glmconv.engine import clone_refusal
+from glmconv.engine.clone import filesystem_type
+from glmconv.errors import StorageError
 
 PACKAGES = (
     ("xxhash", "hashes of every tensor", ""),
@@ -59,14 +61,22 @@ def _native_dialect(megatron: str | None) -> str:
 
 
 def _path(path: Path) -> dict[str, Any]:
-    """Free space and whether blocks can be shared; raises StorageError through the probe."""
+    """The filesystem, its free space and whether blocks can be shared there."""
     there = path
     while not there.exists() and there != there.parent:
         there = there.parent
     usage = shutil.disk_usage(there)
-    refusal = clone_refusal(None, there if there.is_dir() else there.parent)
     return {
         "path": str(path),
+        "filesystem": filesystem_type(there.stat().st_dev) or "not told by the kernel",
         "free": f"{usage.free / 1e9:,.1f} GB of {usage.total / 1e9:,.1f} GB",
-        "cloning": "works: conversions there share blocks with their source" if refusal is None else refusal,
+        "cloning": _cloning(there if there.is_dir() else there.parent),
     }
+
+
+def _cloning(directory: Path) -> str:
+    try:
+        refusal = clone_refusal(None, directory)
+    except StorageError as error:
+        return f"cannot be tried: {error.what}"
+    return refusal or "works: a conversion shares blocks with a source on the same filesystem"

@@ -132,7 +132,9 @@ def prove(plan: Plan, wanted: Mapping[int, list[Runs]], stored_bytes: int, repea
     dropped = sum(one.size for one in plan.dropped)
     if used + dropped != stored_bytes:
         lost = stored_bytes - used - dropped
-        defects.append(Defect("ledger", f"{lost:,} bytes of the source's tensors are neither used nor dropped"))
+        defects.append(
+            Defect("ledger", f"{lost:,} bytes of the source's tensors are neither used nor dropped")
+        )
     if defects:
         raise DataError(
             "the plan is not a proof: this is a mistake in glmconv, nothing was written", defects=defects

@@ -198,7 +198,9 @@ def explain_layers(source: Source, unused: Iterable[str]) -> None:
     for axis, promised in axes:
         head = axis.partition("{n}")[0]
         numbers = {name[len(head) :].partition(".")[0] for name in unused if name.startswith(head)}
-        beyond = [int(n) for n in numbers if n.isascii() and n.isdigit() and len(n) < 10 and int(n) >= promised]
+        beyond = [
+            int(n) for n in numbers if n.isascii() and n.isdigit() and len(n) < 10 and int(n) >= promised
+        ]
         if beyond:
             mtp = "" if field is None else f" and {spec.num_mtp} MTP layers ({field})"
             source.defects.append(

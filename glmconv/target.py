@@ -140,6 +140,10 @@ def add_side_files(draft: Draft, source: Source, folder: str, changes: Mapping[s
     for name in side_files(source.hf_dir):
         if name.name in (MANIFEST_FILE, ORIGIN_FILE):
             continue
+        if name.parts[0] in (MANIFEST_FILE, ORIGIN_FILE):
+            what = "lies in a directory that has the name of a file that glmconv writes"
+            draft.defects.append(Defect("side-file", what, str(source.hf_dir / name), "rename the directory"))
+            continue
         target = f"{folder}{name.as_posix()}"
         if changes and name == Path("config.json"):
             text = json.dumps({**source.config, **changes}, indent=2) + "\n"

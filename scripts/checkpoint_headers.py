@@ -55,8 +55,9 @@ def make_proportioned(out: Path, gigabytes: float, *, seed: int = 0, shard_bytes
     )
     fixed = _bytes_of(glm_moe_dsa_tensors(config | {"n_routed_experts": 0}))
     per_expert = _bytes_of(glm_moe_dsa_tensors(config | {"n_routed_experts": 2})) - fixed
-    pairs = max(4, math.ceil((gigabytes * 10**9 - fixed) / per_expert))
+    pairs = max(1, math.ceil((gigabytes * 10**9 - fixed) / per_expert))
     config["n_routed_experts"] = 2 * pairs
+    config["num_experts_per_tok"] = min(config["num_experts_per_tok"], 2 * pairs)
     tensors = glm_moe_dsa_tensors(config)
     files = write_layout(out, config, tensors, shard_bytes)
     generator = np.random.Generator(np.random.SFC64(seed))

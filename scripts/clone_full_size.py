@@ -3,7 +3,8 @@
 On a sparse XFS image, GLM-5.2 at its full 1.5 TB is put together from extents of a few gigabytes of
 random data (real blocks, no holes), with known content at both ends of some 200 tensors. Then the
 real ``glmconv convert`` runs, to Megatron and back, timed from outside. With ``--sparse DIR`` the
-checkpoint is made of holes and lies in a directory as it is (ext4). Example:
+checkpoint is made of holes and lies in a directory as it is (ext4; others may write to that disk
+meanwhile, so look at what the output itself has allocated). Example:
 ``python scripts/clone_full_size.py --dir /scratch --dialect mcore --dialect slime``.
 """
 
@@ -71,7 +72,10 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def fill_from_pool(directory: Path, pool: Path, pool_bytes: int, piece_bytes: int) -> int:
-    """Give every shard of a sparse checkpoint real blocks: pieces of a file of random data. Returns how many."""
+    """Give every shard of a sparse checkpoint real blocks: pieces of a file of random data.
+
+    Returns how many pieces.
+    """
     generator = np.random.Generator(np.random.SFC64(0))
     with pool.open("xb", buffering=0) as file:
         for _ in range(pool_bytes >> 24):
@@ -142,7 +146,7 @@ def _expect(file: Path, at: int, mark: Marked) -> None:
 
 
 def check_equal(source: Path, back: Path) -> tuple[int, int]:
-    """Shards of both directories hold the same bytes. Returns bytes in shared blocks (or holes), bytes read."""
+    """Both directories hold the same files. Returns bytes in shared blocks (or holes), and bytes read."""
     files = sorted(path.name for path in source.iterdir())
     if files != sorted(path.name for path in back.iterdir() if path.name != "glmconv.json"):
         raise ValueError("the way back gave other files")
@@ -154,6 +158,10 @@ def used_bytes(path: Path) -> int:
     os.sync()
     stat = os.statvfs(path)
     return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
+
+
+def allocated_bytes(directory: Path) -> int:
+    return sum(path.lstat().st_blocks * 512 for path in directory.rglob("*"))
 
 
 def measured(source: Path, target: Path, *options: str) -> dict[str, Any]:
@@ -176,7 +184,8 @@ def measured(source: Path, target: Path, *options: str) -> dict[str, Any]:
         "with_sync_seconds": round(time.monotonic() - began, 1),
         "plan_seconds": said["plan_seconds"],
         "peak_rss_anon_mib": round(peak / 2**20),
-        "growth_mb": round((used_bytes(target.parent) - before) / 1e6),
+        "disk_grew_mb": round((used_bytes(target.parent) - before) / 1e6),
+        "output_allocated_mb": round(allocated_bytes(target) / 1e6),
         "bytes": said["bytes"],
         "load_before": round(load, 1),
     }
@@ -198,7 +207,7 @@ def round_trip(work: Path, marks: list[Marked], dialect: str) -> dict[str, Any]:
 
 
 def main(
-    directory: Annotated[Path, typer.Option("--dir", help="Where to work; removed again.")] = Path("full-size"),
+    directory: Annotated[Path, typer.Option("--dir", help="Where to work.")] = Path("full-size"),
     model: Annotated[str, typer.Option(help="A full-size model of make_checkpoint.py.")] = "glm-5.2",
     dialect: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(DIALECTS)}.")] = None,
     pool_gib: Annotated[int, typer.Option(help="Random data on the image, in GiB.")] = 4,
@@ -215,9 +224,9 @@ def main(
         with place as root:
             root.mkdir(exist_ok=True)
             source = make_headers_only(model, root / "hf")
-            count = 0
+            count, pool_bytes = 0, pool_gib << 30
             if not sparse:
-                count = fill_from_pool(source, root / "pool", pool_gib << 30, min(piece_mib << 20, pool_gib << 30))
+                count = fill_from_pool(source, root / "pool", pool_bytes, min(piece_mib << 20, pool_bytes))
             tensors = read_tensors(source)
             marks = sampled(tensors)
             write_marks(tensors, marks)

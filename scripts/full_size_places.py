@@ -70,7 +70,7 @@ DIALECTS = tuple(INDEXER)
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows ``first`` to ``end`` of a Hugging Face tensor, and the index of row ``first`` where it is stored."""
+    """Rows ``first`` to ``end`` of a Hugging Face tensor; row ``first`` is at ``index`` of ``stored``."""
 
     first: int
     end: int
@@ -86,31 +86,38 @@ def pieces(name: str, rows: int, config: Mapping[str, Any], dialect: str) -> lis
     layer, layers = int(number), config["num_hidden_layers"]
     prefix = f"decoder.layers.{layer}."
     if layer >= layers:
-        prefix = f"mtp.layers.{layer - layers}."
-        if rest in MTP:
-            return [Piece(0, rows, prefix + MTP[rest], (0,))]
-        prefix += "transformer_layer."
+        prefix = f"mtp.layers.{layer - layers}." + ("" if rest in MTP else "transformer_layer.")
+    if rest.startswith("self_attn.indexer."):
+        return _indexer(rest.removeprefix("self_attn.indexer."), rows, prefix, config, dialect)
+    dense = layer < config["first_k_dense_replace"]
+    stored, index = _in_block(rest, rows, dialect, dense)
+    return [Piece(0, rows, prefix + stored, index)]
+
+
+def _in_block(rest: str, rows: int, dialect: str, dense: bool) -> tuple[str, tuple[int, ...]]:
+    """Name inside a layer and the index of the first row, for a tensor that stays in one piece."""
+    if rest in MTP:
+        return MTP[rest], (0,)
+    second = rows if rest.endswith("up_proj.weight") else 0
     if rest.startswith("mlp.experts."):
         _, _, expert, matrix, _ = rest.split(".")
-        stored = f"{prefix}mlp.experts.experts.linear_fc{2 if matrix == 'down_proj' else 1}.weight"
-        return [Piece(0, rows, stored, (int(expert), rows if matrix == "up_proj" else 0))]
+        fused = "linear_fc2" if matrix == "down_proj" else "linear_fc1"
+        return f"mlp.experts.experts.{fused}.weight", (int(expert), second)
     if rest.endswith(("gate_proj.weight", "up_proj.weight")):
         folder = rest.rpartition(".")[0].rpartition(".")[0]
-        first = rows if rest.endswith("up_proj.weight") else 0
-        return [Piece(0, rows, f"{prefix}{folder}.linear_fc1.weight", (first,))]
-    if rest.startswith("self_attn.indexer."):
-        short = rest.removeprefix("self_attn.indexer.")
-        swapped = dialect == "slime" and short != "weights_proj.weight"
-        stored = prefix + INDEXER[dialect][short]
-        return list(_swapped(rows, stored, config)) if swapped else [Piece(0, rows, stored, (0,))]
+        return f"{folder}.linear_fc1.weight", (second,)
     if rest == "post_attention_layernorm.weight":
-        dense = layer < config["first_k_dense_replace"]
-        norm = "mlp.linear_fc1.layer_norm_weight" if dense else "pre_mlp_layernorm.weight"
-        return [Piece(0, rows, prefix + norm, (0,))]
+        return "mlp.linear_fc1.layer_norm_weight" if dense else "pre_mlp_layernorm.weight", (0,)
     if rest.endswith("_a_layernorm.weight"):
-        latent = rest.removeprefix("self_attn.").partition("_")[0]
-        return [Piece(0, rows, prefix + LATENT_NORMS[dialect][latent], (0,))]
-    return [Piece(0, rows, prefix + LAYER[rest], (0,))]
+        return LATENT_NORMS[dialect][rest.removeprefix("self_attn.").partition("_")[0]], (0,)
+    return LAYER[rest], (0,)
+
+
+def _indexer(short: str, rows: int, prefix: str, config: Mapping[str, Any], dialect: str) -> list[Piece]:
+    stored = prefix + INDEXER[dialect][short]
+    if dialect == "slime" and short != "weights_proj.weight":
+        return list(_swapped(rows, stored, config))
+    return [Piece(0, rows, stored, (0,))]
 
 
 def _swapped(rows: int, stored: str, config: Mapping[str, Any]) -> Iterator[Piece]:
@@ -147,7 +154,7 @@ class TorchDist:
     """Places in a unit directory, as torch's metadata and the records' zip directories tell them."""
 
     def __init__(self, unit: Path) -> None:
-        from torch.distributed.checkpoint import FileSystemReader  # noqa: PLC0415  (seconds to import)
+        from torch.distributed.checkpoint import FileSystemReader  # seconds to import
 
         self.unit = unit
         metadata = FileSystemReader(unit).read_metadata()
@@ -156,7 +163,8 @@ class TorchDist:
             for name, entry in metadata.state_dict_metadata.items()
             if hasattr(entry, "chunks")
         }
-        self._records = {(key.fqn, tuple(key.offset or ())): place for key, place in metadata.storage_data.items()}
+        records = metadata.storage_data.items()
+        self._records = {(key.fqn, tuple(key.offset or ())): place for key, place in records}
         self._payloads: dict[tuple[str, int], int] = {}
 
     def place(self, stored: str, index: tuple[int, ...], itemsize: int) -> tuple[Path, int]:

@@ -118,7 +118,12 @@ def tiny_configs() -> dict[str, dict[str, Any]]:
     layers = ["dense", "sparse", "sparse"]
     latent = {"q_lora_rank": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2}
     latent |= {"qk_head_dim": 8, "v_head_dim": 5, "index_head_dim": 4, "index_n_heads": 2}
-    moe = {"n_routed_experts": 3, "moe_intermediate_size": 7, "num_hidden_layers": 3, "mlp_layer_types": layers}
+    moe = {
+        "n_routed_experts": 3,
+        "moe_intermediate_size": 7,
+        "num_hidden_layers": 3,
+        "mlp_layer_types": layers,
+    }
     shared = {"indexer_types": ["full", "full", "shared"], "index_skip_topk_offset": 2, "index_topk_freq": 2}
     return {
         "qwen3": raw_config("qwen3") | sizes | attention | {"num_hidden_layers": 2},
@@ -225,7 +230,9 @@ def one(number: int, seed: int, bases: list[Base], work: Path, tally: Tally) -> 
     if wrong:
         kept = work / f"input-{number}"
         kept.write_bytes(content)
-        tally.bugs.append(f"--seed {seed} --first {number} --count 1: {action}, {chosen.name} {file}\n{wrong}")
+        tally.bugs.append(
+            f"--seed {seed} --first {number} --count 1: {action}, {chosen.name} {file}\n{wrong}"
+        )
 
 
 def _state(root: Path) -> list[tuple[str, int, int]]:

@@ -13,6 +13,8 @@ hf=${HF_DIR:-/dev/shm/glmconv-wide} megatron=${MEGATRON_DIR:-${TMPDIR:-/tmp}/glm
 out=${OUT:-$(mktemp -d)}
 # The vocabulary is cut; token ids named in the config have to lie in it.
 changes=${CHANGES:-vocab_size=32768}
+# One process: its collectives go nowhere.
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 
 step() {
@@ -22,6 +24,14 @@ step() {
     "$@"
     echo "== $name took $((SECONDS - began)) s"
 }
+
+# In a machine whose memory grows with use, /dev/shm may start far smaller than the memory is.
+need=${NEED:-45000000000}
+room() { df --output=avail -B1 "$1" | tail -n 1; }
+if [ "$device" != cpu ] && [ "$(room "$(dirname "$hf")")" -lt "$need" ]; then
+    mount -o "remount,size=$need" "$(dirname "$hf")" ||
+        { echo "$(dirname "$hf") has no room for $need bytes; name another HF_DIR" >&2; exit 3; }
+fi
 
 clean() { [ -n "${KEEP:-}" ] || rm -rf "$hf" "$megatron"; }
 trap clean EXIT
@@ -33,6 +43,7 @@ step make "$python" scripts/wide_checkpoint.py --config tests/data/configs/glm-5
     --layers "$layers" --device "$device" "${arguments[@]}"
 step convert "$python" -m glmconv convert "$hf" "$megatron" -j 8 --no-progress
 du -sh "$hf" "$megatron"
+df -h "$hf" "$megatron"
 
 failed=0
 for precision in fp32 bf16; do

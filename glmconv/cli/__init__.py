@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -57,6 +58,10 @@ def _register() -> None:
 def main() -> None:
     """Run the command line; every GlmconvError ends in its exit code and one message on stderr."""
     _register()
+    # Names of files need not be Unicode; showing one must not end the command.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except GlmconvError as error:

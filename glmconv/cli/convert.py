@@ -13,8 +13,8 @@ import typer
 from glmconv.errors import UsageError
 
 if TYPE_CHECKING:
-    from glmconv.conversion import Report
     from glmconv.engine import Stop
+    from glmconv.report import Report
 
 _MEGATRON_KINDS = {"hf": "hf", "megatron": "megatron", "core": "megatron", "mcore": "megatron"}
 
@@ -93,7 +93,7 @@ def command(
     [bold]glmconv convert GLM-5.2/ out/ --to megatron[/bold]
 
     The form known from Megatron's tools is the same command:
-    [bold]glmconv convert --model-type glm_moe_dsa --loader hf --saver megatron --load-dir A --save-dir B[/bold]
+    [bold]glmconv convert --loader hf --saver megatron --load-dir A --save-dir B[/bold]
     """
     src = _one("SRC", src, "--load-dir", load_dir)
     dst = _one("DST", dst, "--save-dir", save_dir)
@@ -231,7 +231,9 @@ def show(report: Report) -> None:
     if report.widened:
         labels = ", ".join(sorted(set(report.widened.values())))
         values["widened"] = f"{len(report.widened)} tensors from {labels} (exact)"
-    if outcome is None:
+    if report.finished_earlier:
+        values["earlier run"] = "had published this unit; only the tracker was missing and is written now"
+    elif outcome is None:
         values["dry run"] = "nothing was written"
     else:
         values["bytes"] = ", ".join(f"{name} {size(count)}" for name, count in report.steps.items() if count)

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+from glmconv.engine.ahead import EdgesAhead
 from glmconv.engine.blend import Blender
 from glmconv.engine.clone import MIN_CLONE, Sharing, block_size, extents
 from glmconv.engine.files import OpenSource, OpenTarget, Sources, write_all
@@ -107,6 +108,7 @@ class Copier:
         self._window = Window(WINDOW)
         self._scratch = memoryview(bytearray(WINDOW))
         self._blender = Blender(sources, self._scratch)
+        self._ahead = None if hashing or sharing.mode == "copy" else EdgesAhead(sources, sharing)
         self._hasher: LeafHasher | None = None
         self._target = OpenTarget(-1, "")
         self._block = PAGE
@@ -119,6 +121,8 @@ class Copier:
         if target is not self._target:
             self._target, self._block = target, block_size(target.fd)
         self._window.open(target)
+        if self._ahead:
+            self._ahead.ask(slots, first)
         self._hasher = LeafHasher() if self._hashing else None
         literals = slots.literals(slots.start(first), slots.start(end))
         pending = 0

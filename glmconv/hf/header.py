@@ -24,6 +24,9 @@ from glmconv.errors import DataError, Defect, StorageError
 MAX_HEADER = 100_000_000
 """safetensors refuses longer headers; so do we, before any memory is taken."""
 
+PAGE = 4096
+"""Blocks of filesystems are multiples of it: bytes that lie alike modulo a page can be shared."""
+
 MAX_AXES = 64
 """No tensor has more: the product of a long list of sizes would take for ever."""
 
@@ -166,12 +169,14 @@ def _gaps(entries: Iterable[HeaderEntry], data_size: int, where: str) -> list[De
 
 
 def write_header(
-    entries: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str], residue: int = 0
+    entries: Iterable[tuple[str, DType, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    residue: int | None = None,
 ) -> bytes:
     """The bytes before the data: length and JSON, for tensors laid out in the given order.
 
     The JSON is padded with spaces so that the data starts at a multiple of 8, as safetensors'
-    own writer does; with ``residue`` > 0 at that residue modulo 4096 (a multiple of 8).
+    own writer does; with ``residue`` (a multiple of 8) at that residue modulo 4096.
     """
     content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -180,5 +185,5 @@ def write_header(
         content[name] = {"dtype": dtype.label, "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    pad = (residue - 8 - len(text)) % (4096 if residue else 8)
+    pad = -(8 + len(text)) % 8 if residue is None else (residue - 8 - len(text)) % PAGE
     return (len(text) + pad).to_bytes(8, "little") + text + b" " * pad

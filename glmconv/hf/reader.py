@@ -88,7 +88,9 @@ def _nests_deeply(content: dict[str, Any]) -> bool:
     """Whether something that walks the tree by recursion might not reach its leaves."""
     level: list[Any] = [content]
     for _ in range(MAX_NESTING):
-        values = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
+        values = (
+            inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)
+        )
         level = [inner for inner in values if isinstance(inner, (dict, list))]
     return bool(level)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -10,7 +11,7 @@ from typing import Any
 
 from glmconv.dtypes import DType
 from glmconv.errors import Defect
-from glmconv.hf.header import HeaderEntry, write_header
+from glmconv.hf.header import PAGE, HeaderEntry, write_header
 from glmconv.hf.origin import Origin, fits
 from glmconv.hf.reader import INDEX, SINGLE
 from glmconv.layout import Layout, expand_tied
@@ -20,6 +21,9 @@ from glmconv.target import Draft, DtypePolicy, Parts, add_side_files, literal_fi
 
 DEFAULT_SHARD = 5_000_000_000
 """Bytes of data in a shard, as transformers writes them by default."""
+
+LONG_MOVE = 1 << 16
+"""Bytes of a move from which on it is worth having its blocks shared."""
 
 
 @dataclass(slots=True)
@@ -96,7 +100,7 @@ def _as_origin(draft: Draft, tensors: Mapping[str, _Tensor], origin: Origin) -> 
 def _own_shards(draft: Draft, tensors: Sequence[_Tensor], limit: int) -> None:
     shards: list[list[_Tensor]] = [[]]
     filled = 0
-    for tensor in tensors:
+    for tensor in sorted(tensors, key=_natural_order):
         if shards[-1] and filled + tensor.size > limit:
             shards.append([])
             filled = 0
@@ -111,7 +115,8 @@ def _own_shards(draft: Draft, tensors: Sequence[_Tensor], limit: int) -> None:
         name = SINGLE if single else f"model-{number:05}-of-{len(shards):05}.safetensors"
         # Wide elements first, so that every tensor is aligned to its element size.
         ordered = sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)
-        head = write_header(((t.name, t.dtype, t.shape) for t in ordered), {"format": "pt"})
+        described = ((t.name, t.dtype, t.shape) for t in ordered)
+        head = write_header(described, {"format": "pt"}, _residue(ordered))
         at, entries = 0, []
         for tensor in ordered:
             entries.append((at, tensor))
@@ -122,3 +127,25 @@ def _own_shards(draft: Draft, tensors: Sequence[_Tensor], limit: int) -> None:
         total = sum(tensor.size for tensor in tensors)
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         draft.targets.append(literal_file(INDEX, (json.dumps(content, indent=2) + "\n").encode()))
+
+
+def _natural_order(tensor: _Tensor) -> list[tuple[int, str]]:
+    """Layer by layer, layer 2 before layer 10: a reader of one layer then opens one shard or two."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in tensor.name.split(".")]
+
+
+def _residue(tensors: Sequence[_Tensor]) -> int | None:
+    """Where data must begin modulo a page so that more than half of it lies as it does in the sources.
+
+    safetensors knows no gaps, so all tensors of a file move together: one residue a file can match.
+    None where there is no such residue, as in a torch_dist whose records lie anywhere.
+    """
+    matching: Counter[int] = Counter()
+    at = 0
+    for tensor in tensors:
+        for move in tensor.moves:
+            if move.count == 1 and move.cast is None and move.run >= LONG_MOVE:
+                matching[(move.src_offset - move.dst_offset - at) % PAGE] += move.run
+        at += tensor.size
+    residue, size = max(matching.items(), key=lambda item: item[1], default=(1, 0))
+    return residue if 2 * size > at and residue % 8 == 0 else None

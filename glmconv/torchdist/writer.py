@@ -16,8 +16,8 @@ from glmconv.sources import Source
 from glmconv.target import Draft, DtypePolicy, Parts, add_side_files, literal_file
 from glmconv.torchdist.common import METADATA_JSON, common_state, write_common
 from glmconv.torchdist.emit import metadata_bytes
-from glmconv.torchdist.extra_state import EMPTY_STATE, extra_state_names
 from glmconv.torchdist.entries import Chunk, ObjectEntry, TensorEntry
+from glmconv.torchdist.extra_state import EMPTY_STATE, extra_state_names
 from glmconv.torchdist.record import frame
 from glmconv.torchdist.training_args import args_namespace
 
@@ -65,7 +65,9 @@ def draft_torch_dist(
             records += _records(parts, part, dtype, rows)
     chunks = _place(draft, records)
     objects = _objects(draft, {name: shape for name, (_, shape) in shapes.items()})
-    entries = {name: TensorEntry(dtype, shape, tuple(chunks[name])) for name, (dtype, shape) in shapes.items()}
+    entries = {
+        name: TensorEntry(dtype, shape, tuple(chunks[name])) for name, (dtype, shape) in shapes.items()
+    }
     _surroundings(draft, source, layout, iteration, changes or {}, padded_vocab)
     draft.targets.append(literal_file(".metadata", metadata_bytes(entries, objects)))
     return draft

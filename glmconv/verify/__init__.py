@@ -4,7 +4,7 @@ Importing this package patches nothing and imports neither torch nor megatron-co
 
     from glmconv.verify import VerifyOptions, self_test, verify
 
-    report = verify("GLM-5.2", "megatron", VerifyOptions(index_topk=64, seq_len=256))
+    report = verify("hf", "megatron", VerifyOptions(index_topk=64, seq_len=256))
     report.verdict, report.reason             # a VerifyReport; report.to_json()
 
 ``verify`` goes through the model layer by layer (``run``), each side from its own loader

@@ -10,7 +10,6 @@ Measured on megatron-core 0.16.1 and 0.19.2.
 
 from __future__ import annotations
 
-# ruff: noqa: PLC0415 - megatron-core must not be imported before the compat steps are in force.
 import importlib
 import importlib.util
 import os

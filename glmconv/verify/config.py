@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# ruff: noqa: PLC0415 - megatron-core must not be imported before the compat steps are in force.
 from typing import TYPE_CHECKING, Any
 
 from glmconv.errors import UsageError

@@ -106,7 +106,7 @@ class HfSide:
 
         transformers has no MTP layer. It is composed of the family's own decoder layer and norm
         and of the ``eh_proj`` product: norm both inputs, join, project, run the block, norm
-        (DeepSeek-V3 technical report, section 2.2).
+        (arXiv 2412.19437, section 2.2).
         """
         name = f"{self.names['layers']}.{self.spec.num_layers + number}"
         piece = self._load(

@@ -6,7 +6,6 @@ the parameter names that trainers write. Build inside ``glmconv.verify.parallel.
 
 from __future__ import annotations
 
-# ruff: noqa: PLC0415 - megatron-core must not be imported before the compat steps are in force.
 from typing import Any
 
 from glmconv.errors import UsageError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# ruff: noqa: PLC0415 - megatron-core must not be imported before the compat steps are in force.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,5 +79,5 @@ def _join() -> None:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
         torch.distributed.init_process_group(backend)
         return
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    store = torch.distributed.HashStore()
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -27,8 +27,8 @@ from glmconv.conversion import RunOptions, convert
 from glmconv.engine import Progress
 from glmconv.errors import DataError, StorageError
 from glmconv.planner import TargetOptions
-from tests.support.checkpoints import glm_moe_dsa_tensors
-from tests.support.plain import plain, raw_config, shards_of
+from tests.support.checkpoints import glm_moe_dsa_tensors, raw_config
+from tests.support.plain import plain, shards_of
 
 from checkpoint_headers import write_layout  # isort: skip  (on the path by the line above)
 
@@ -108,7 +108,10 @@ def megatron(folder: Path, hf: Path) -> Path:
 @pytest.fixture(scope="module")
 def calm(folder: Path, hf: Path, megatron: Path) -> dict[str, Calm]:
     """The undisturbed run of each direction."""
-    return {"megatron": run_calmly(hf, folder / "calm", "megatron"), "hf": run_calmly(megatron, folder / "calm", "hf")}
+    return {
+        "megatron": run_calmly(hf, folder / "calm", "megatron"),
+        "hf": run_calmly(megatron, folder / "calm", "hf"),
+    }
 
 
 def run_calmly(src: Path, dst: Path, to: str, workers: int = 1) -> Calm:
@@ -160,7 +163,9 @@ def start(src: Path, dst: Path, to: str, workers: int, pause: float = 0.0) -> su
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def watch(process: subprocess.Popen[str], dst: Path, to: str, expected: Calm, until: Callable[[], bool]) -> bool:
+def watch(
+    process: subprocess.Popen[str], dst: Path, to: str, expected: Calm, until: Callable[[], bool]
+) -> bool:
     """Look at the destination all the time until the process ends (False) or ``until`` holds (True)."""
     unit, tracker = unit_of(dst, to), dst / TRACKER
     while process.poll() is None:
@@ -238,8 +243,8 @@ def test_killed_runs_resume_to_the_same_bytes(
     partial = [size for size in reused if 0 < size < expected.payload]
     shares = ", ".join(f"{100 * size / expected.payload:.0f}" for size in reused)
     print(
-        f"\n{kills} runs to {to} of {expected.payload:,} bytes killed with SIGKILL and resumed: the same bytes and "
-        f"manifest hashes in all; {len(partial)} reused a part; per cent reused: {shares}"
+        f"\n{kills} runs to {to} of {expected.payload:,} bytes killed with SIGKILL and resumed: "
+        f"the same bytes and manifest hashes in all; {len(partial)} reused a part; per cent reused: {shares}"
     )
     assert len(partial) >= kills * 3 // 4
 
@@ -263,7 +268,9 @@ def test_killed_run_is_not_resumed_from_a_changed_source_or_by_another_plan(
     shard = shards_of(hf)[0]
     before = shard.stat()
     os.utime(shard)
-    with pytest.raises(DataError, match="the source changed since the unfinished run here: the modification time"):
+    with pytest.raises(
+        DataError, match="the source changed since the unfinished run here: the modification time"
+    ):
         convert(hf, dst)
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert not dst.exists()

@@ -19,6 +19,7 @@ CONFIGS = ROOT / "tests" / "data" / "configs"
 if str(ROOT / "scripts") not in sys.path:
     sys.path.append(str(ROOT / "scripts"))
 
+import wide_checkpoint  # noqa: E402
 from checkpoint_configs import MODELS, raw_config  # noqa: E402
 from checkpoint_headers import FULL_MODELS, glm_moe_dsa_tensors  # noqa: E402
 from golden_patterns import TensorInfo, compress, expand, expand_pattern  # noqa: E402
@@ -41,6 +42,7 @@ __all__ = [
     "raw_config",
     "real_config",
     "tiny_tensors",
+    "wide_checkpoint",
 ]
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from glmconv.conversion import Report, RunOptions, convert
+from glmconv.conversion import RunOptions, convert
 from glmconv.planner import TargetOptions
+from glmconv.report import Report
 from glmconv.sources import SourceOptions
 
 MANIFEST = "glmconv.json"

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -234,11 +235,13 @@ class Meddler(Stop):
     def __init__(self, deed: Callable[[], object], after: int = 1) -> None:
         super().__init__()
         self._deed, self._left = deed, after
+        self._lock = threading.Lock()
 
     def is_set(self) -> bool:
-        self._left -= 1
-        if self._left == 0:
-            self._deed()
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self._deed()
         return False
 
 

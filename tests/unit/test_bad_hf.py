@@ -95,7 +95,12 @@ class TestFiles:
 
     @pytest.mark.parametrize(
         ("text", "word"),
-        [(b"{", "not JSON"), (b"[]", "not a JSON object"), (b"\xff\xfe", "not JSON"), (b"[" * 9999, "not JSON")],
+        [
+            (b"{", "not JSON"),
+            (b"[]", "not a JSON object"),
+            (b"\xff\xfe", "not JSON"),
+            (b"[" * 9999, "not JSON"),
+        ],
     )
     def test_header_that_is_no_json_object(self, hf: Path, out: Path, text: bytes, word: str) -> None:
         replace_header(shards_of(hf)[0], text)
@@ -153,11 +158,11 @@ class TestFiles:
         refused(hf, out, DataError, "named twice in one header", EMBEDDING)
 
     def test_name_in_two_files(self, hf: Path, out: Path) -> None:
-        one, two = shards_of(hf)
         extra = plain("qwen3").tensors[EMBEDDING]
-        shutil.copy(one, hf / "model-00003-of-00003.safetensors")
         (hf / "model-00003-of-00003.safetensors").write_bytes(safetensors({EMBEDDING: extra, "other": extra}))
-        edit_json(hf / INDEX, lambda index: index["weight_map"].update(other="model-00003-of-00003.safetensors"))
+        edit_json(
+            hf / INDEX, lambda index: index["weight_map"].update(other="model-00003-of-00003.safetensors")
+        )
         refused(hf, out, DataError, EMBEDDING, "is in two files")
 
     def test_shard_that_is_a_directory(self, hf: Path, out: Path) -> None:
@@ -175,9 +180,9 @@ class TestFiles:
             os.chmod(folder, 0o755)
             hf, out = plain("qwen3").write(Path(folder) / "hf"), Path(folder) / "out"
             shards_of(hf)[0].chmod(0)
-            with without_privileges():
-                with pytest.raises(StorageError, match=f"{shards_of(hf)[0].name}.*Permission denied"):
-                    convert(hf, out)
+            refusal = pytest.raises(StorageError, match=f"{shards_of(hf)[0].name}.*Permission denied")
+            with without_privileges(), refusal:
+                convert(hf, out)
             assert os.listdir(folder) == ["hf"]
 
     def test_links_into_a_cache_are_followed(self, hf: Path, out: Path) -> None:
@@ -384,7 +389,11 @@ class TestQuantised:
         ("field", "block", "word"),
         [
             ("quantization_config", {"quant_method": "fp8", "fmt": "e4m3"}, "quantised (fp8 e4m3)"),
-            ("quantization_config", {"quant_method": "compressed-tensors", "format": "pack-quantized"}, "pack-q"),
+            (
+                "quantization_config",
+                {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+                "pack-q",
+            ),
             ("quantization_config", {"quant_method": "awq"}, "quantised (awq)"),
             ("compression_config", {"format": "int-quantized"}, "int-quantized"),
             ("quantization_config", {}, "quantised"),
@@ -506,6 +515,12 @@ class TestOddSideFiles:
         convert(tmp_path / "megatron", tmp_path / "back")
         assert Path(os.fsdecode(os.fsencode(tmp_path / "back") + b"/caf\xe9.txt")).read_bytes() == b"text"
 
+    def test_directory_that_has_the_name_of_the_manifest(self, hf: Path, out: Path) -> None:
+        (hf / "glmconv.json").mkdir()
+        (hf / "glmconv.json" / "inner.txt").write_text("text")
+        words = ("glmconv.json/inner.txt", "rename the directory")
+        refused(hf, out, DataError, *words, target=TargetOptions(to="hf"))
+
     def test_config_that_is_a_pipe_is_not_waited_for(self, hf: Path, out: Path) -> None:
         (hf / "config.json").unlink()
         os.mkfifo(hf / "config.json")
@@ -563,7 +578,7 @@ class TestChangesMeanwhile:
         refused(hf, out, StorageError, shard.name, "No such file", stop=stop, meddled=True, litter=True)
 
     def test_a_side_file_changes(self, hf: Path, out: Path) -> None:
-        stop = Meddler(lambda: (hf / "LICENSE").write_text("not free any more\n"))
+        stop = Meddler(lambda: os.truncate(hf / "LICENSE", 100))
         refused(hf, out, DataError, "LICENSE", "grew", stop=stop, meddled=True)
 
     def test_once_it_is_quiet_the_same_command_converts(self, hf: Path, out: Path) -> None:
@@ -583,7 +598,9 @@ DATA = 44
 SCALARS = st.none() | st.booleans() | st.integers(-5, 1 << 70) | st.floats() | st.text(max_size=4)
 TREES = st.recursive(
     SCALARS | st.sampled_from(["F32", "BF16", "shape", "dtype"]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(string.ascii_lowercase, max_size=2), inner),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(string.ascii_lowercase, max_size=2), inner)
+    ),
     max_leaves=12,
 )
 
@@ -608,7 +625,9 @@ class TestMutatedHeaders:
         header: dict[str, Any] = json.loads(json.dumps(HEADER))
         holder: Any = header
         while True:
-            key = data.draw(st.sampled_from(sorted(holder) if isinstance(holder, dict) else range(len(holder))))
+            key = data.draw(
+                st.sampled_from(sorted(holder) if isinstance(holder, dict) else range(len(holder)))
+            )
             inner = holder[key]
             if not isinstance(inner, (dict, list)) or not inner or data.draw(st.booleans()):
                 break

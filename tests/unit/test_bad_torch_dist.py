@@ -28,6 +28,7 @@ from glmconv.opening import open_source
 from glmconv.planner import TargetOptions
 from glmconv.sources import SourceOptions
 from glmconv.stored import StoredChunk, StoredTensor
+from glmconv.torchdist.archive import saved
 from glmconv.torchdist.spellings import normalise
 from tests.support.plain import Meddler, edit_json, plain, refused
 
@@ -269,7 +270,12 @@ class TestNames:
 
     def test_unknown_tensor(self, root: Path, out: Path) -> None:
         edit_metadata(root, lambda metadata: rename(metadata, NORM, "decoder.final_norm.weight"))
-        words = ("decoder.final_norm.weight", "belongs to no rule", "model.norm.weight", "(missing, unexpected)")
+        words = (
+            "decoder.final_norm.weight",
+            "belongs to no rule",
+            "model.norm.weight",
+            "(missing, unexpected)",
+        )
         refused(root, out, DataError, *words)
 
     def test_mixed_dialects(self, glm: Path, out: Path) -> None:
@@ -295,7 +301,11 @@ class TestNames:
         root = shutil.copytree(kept, tmp_path / "root")
         (root / "release" / "glmconv.json").unlink()
         if ambiguous:
-            words = ("slime and miles", "order this model's tensors differently", "--dialect slime or --dialect miles")
+            words = (
+                "slime and miles",
+                "order this model's tensors differently",
+                "--dialect slime or --dialect miles",
+            )
             refused(root, out, DataError, *words)
         assert open_source(root, SourceOptions(dialect="miles")).layout == "miles"
         if not ambiguous:
@@ -384,14 +394,19 @@ class TestHfConfig:
     def test_denied_mtp_that_is_there(self, glm: Path, out: Path) -> None:
         config = glm / "release" / "hf" / "config.json"
         edit_json(config, lambda config: config.update(num_nextn_predict_layers=0))
-        words = ("mtp.layers.0: the files hold layer 0", "8 layers and 0 MTP layers (num_nextn_predict_layers)")
+        words = (
+            "mtp.layers.0: the files hold layer 0",
+            "8 layers and 0 MTP layers (num_nextn_predict_layers)",
+        )
         refused(glm, out, DataError, *words)
 
 
 class TestOriginRecord:
     """The record that lets an export cut the same shards again decides names of files: it must be sound."""
 
-    @pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "config.json", "a/../b.safetensors"])
+    @pytest.mark.parametrize(
+        "name", ["../x.safetensors", "/x.safetensors", "config.json", "a/../b.safetensors"]
+    )
     def test_odd_shard(self, root: Path, out: Path, name: str) -> None:
         def rename_shard(record: dict[str, Any]) -> None:
             record["shards"][name] = record["shards"].pop(sorted(record["shards"])[0])
@@ -402,7 +417,7 @@ class TestOriginRecord:
     def test_index_of_other_shards(self, root: Path, out: Path) -> None:
         def edit(record: dict[str, Any]) -> None:
             index = json.loads(record["index"])
-            one, two = sorted(record["shards"])
+            one = sorted(record["shards"])[0]
             index["weight_map"] = dict.fromkeys(index["weight_map"], one)
             record["index"] = json.dumps(index)
 
@@ -498,6 +513,12 @@ class TestHostilePickles:
     def test_tracker_of_megatron_bridge_that_is_none(self, root: Path, out: Path, content: bytes) -> None:
         (root / "latest_train_state.pt").write_bytes(content)
         refused(root, out, DataError, "latest_train_state.pt")
+
+    def test_key_that_cannot_be_one(self, root: Path) -> None:
+        """No pickler writes a dictionary with a Namespace as key, since Python could not read it."""
+        namespace = b"cargparse\nNamespace\n)\x81}b"
+        (root / "release" / "common.pt").write_bytes(saved(b"\x80\x02}" + namespace + b"K\x01s."))
+        assert "cannot be read" in inspect(root).facts["common state"]
 
     @pytest.mark.parametrize("step", [-1, 2**2000, 1.5, "3", None])
     def test_step_that_is_none(self, root: Path, out: Path, step: Any) -> None:

@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from glmconv.conversion import Report, RunOptions, convert
+from glmconv.conversion import RunOptions, convert
 from glmconv.engine import Progress, Stop
 from glmconv.errors import DataError, Interrupted, StorageError, UsageError
+from glmconv.ledger import prove
+from glmconv.plan import Plan
 from glmconv.planner import TargetOptions
+from glmconv.report import Report
 from glmconv.sources import SourceOptions
+from glmconv.target import literal_file
 from tests.support.conversions import assert_same_bytes
 from tests.support.plain import Meddler, Plain, plain, refused, shards_of, snapshot, without_privileges
 
@@ -286,6 +290,30 @@ class TestNothingToResume:
         assert snapshot(tmp_path) == before
 
 
+class TestPathsOfAPlan:
+    """Whatever names a source has, the plan writes each file once and inside of the unit."""
+
+    @pytest.mark.parametrize(
+        ("paths", "word"),
+        [
+            (("a", "b/c"), ""),
+            (("a", "a"), "is written 2 times"),
+            (("a", "./a"), "is written 2 times"),
+            (("a", "a/b"), "lies inside of another target file"),
+            (("../a",), "is not a path inside the unit"),
+            (("/a",), "is not a path inside the unit"),
+            (("",), "is not a path inside the unit"),
+        ],
+    )
+    def test_they_are_proved(self, paths: tuple[str, ...], word: str) -> None:
+        plan = Plan([], [literal_file(path, b"x") for path in paths])
+        if not word:
+            assert prove(plan, {}, 0, set()).target_bytes == len(paths)
+            return
+        with pytest.raises(DataError, match=word):
+            prove(plan, {}, 0, set())
+
+
 def stopped(hf: Path, out: Path, target: TargetOptions = HF, number: int = 15) -> str:
     """Convert and stop early, as a signal does."""
     stop = Stop()
@@ -336,7 +364,9 @@ class TestUnfinished:
     def test_other_plan_refuses(self, hf: Path, out: Path) -> None:
         stopped(hf, out)
         other = TargetOptions(to="hf", max_shard_size=100_000)
-        refused(hf, out, StorageError, "is another conversion (its plan differs)", "--overwrite", target=other)
+        refused(
+            hf, out, StorageError, "is another conversion (its plan differs)", "--overwrite", target=other
+        )
         assert convert(hf, out, target=other, run=AGAIN).path == out
 
     def test_other_hash_mode_refuses(self, hf: Path, out: Path) -> None:
@@ -368,3 +398,19 @@ class TestUnfinished:
         assert report.outcome is not None
         convert(hf, tmp_path / "calm", target=HF)
         assert_same_bytes(out, tmp_path / "calm")
+
+
+def test_a_run_killed_between_rename_and_tracker_is_finished_by_the_same_command(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    hf, dst = checkpoint("qwen3"), tmp_path / "out"
+    convert(hf, dst, target=TargetOptions(to="megatron"))
+    tracker = dst / "latest_checkpointed_iteration.txt"
+    before = (dst / "release" / "glmconv.json").read_bytes()
+    tracker.unlink()
+    with pytest.raises(StorageError, match="exists already"):
+        convert(hf, dst, target=TargetOptions(to="megatron", dialect="slime", layer_keys="per-layer"))
+    report = convert(hf, dst, target=TargetOptions(to="megatron"))
+    assert report.finished_earlier
+    assert tracker.read_text() == "release"
+    assert (dst / "release" / "glmconv.json").read_bytes() == before

@@ -165,7 +165,7 @@ def test_hub_to_stacked_is_what_transformers_holds_in_memory(hf_of: dict[str, An
 
 
 def test_the_oracle_never_looks_at_what_it_judges() -> None:
-    for name in ("reference", "reference_config", "reference_export", "faults", "fault_edits"):
+    for name in ("reference", "reference_config", "reference_export"):
         tree = ast.parse((ROOT / "tests" / "support" / f"{name}.py").read_text())
         for node in ast.walk(tree):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -172,6 +172,18 @@ def test_an_attribute_that_does_not_belong_is_refused() -> None:
         parse_metadata(patched(b"relative_path", b"relative_patX"), "here")
 
 
+def test_a_shape_whose_opcodes_do_not_add_up_is_refused_by_fast_and_slow_reading() -> None:
+    tensors = {f"t{i}": grid((251, 249 - i), (1, 1)) for i in range(3)}
+    tensors = {
+        name: replace(e, chunks=(replace(e.chunks[0], length=1 << 20),)) for name, e in tensors.items()
+    }
+    data = metadata_bytes(tensors, {})
+    pair = b"K\xfbK\xf7\x86"  # 251, 247: read by a fast path, since the third tensor has no new text
+    assert data.count(pair) == 1
+    with pytest.raises(DataError, match="refused to read the pickle"):
+        parse_metadata(data.replace(pair, pair[:-1] + b"\x85"), "here")
+
+
 def test_a_stored_chunk_that_nothing_refers_to_is_a_warning() -> None:
     tensors = {name: entry for name, entry in WHOLE.items() if name != "scalar"}
     metadata = parse_metadata(_with_stray_place(tensors), "here")

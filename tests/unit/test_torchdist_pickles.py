@@ -211,6 +211,12 @@ def test_a_hostile_metadata_file_ends_in_a_data_error(name: str) -> None:
     assert caught.value.where == "there/.metadata"
 
 
+@pytest.mark.parametrize("name", ["memo bomb", "memo overwritten"])
+def test_the_memo_only_grows_by_one(name: str) -> None:
+    with pytest.raises(DataError, match="it stores memo"):
+        loads(HOSTILE[name], "here", ANYTHING)
+
+
 @pytest.mark.parametrize("name", ["os.system", "builtins.eval", "__import__", "getattr chain"])
 def test_the_error_names_what_the_pickle_asked_for(name: str) -> None:
     wanted = {"os.system": "system", "builtins.eval": "eval"}.get(name, name.partition(" ")[0])
