@@ -34,7 +34,7 @@ def reports(
     tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]
 ) -> dict[tuple[str, str], dict[str, Any]]:
     directory = tmp_path_factory.mktemp("self-test")
-    found = {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for lane, models in MODELS.items():
         # fp32 weights, so that a router weight rounded to bf16 is a fault.
         sides = {model: checkpoint(model, dtype="float32") for model in models}

@@ -25,7 +25,7 @@ from glmconv.verify.model import build_model
 from glmconv.verify.parallel import runtime
 from tests.support.mcore_train import optimizer_with_state
 
-TOKENS = {"random": 2, "seq_len": 48}
+TOKENS: dict[str, Any] = {"random": 2, "seq_len": 48}
 """More tokens than any tiny model's indexer selects, so every selection is sparse."""
 
 

@@ -12,7 +12,9 @@ from glmconv.spec import ModelSpec
 from tests.support.checkpoints import FULL_MODELS, real_config
 from tests.support.golden import load_golden
 
-Described = dict[str, tuple[tuple[int, ...], str]]
+QUICK = ("glm-5.2", "qwen3-0.6b")
+MODELS = [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in FULL_MODELS]
+"""The big ones take a second each; two of them stay among the unit tests."""
 
 
 def spec_of(model: str) -> ModelSpec:
@@ -24,7 +26,7 @@ def shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     return {part.stored: (*layout.axes[part.stored], *part.shape) for part in layout.parts}
 
 
-@pytest.mark.parametrize("model", FULL_MODELS)
+@pytest.mark.parametrize("model", MODELS)
 def test_hub_names_and_shapes(model: str) -> None:
     spec = spec_of(model)
     layout = hf_layout(get_bridge(spec.model_type).table, spec)
@@ -37,7 +39,7 @@ def test_hub_names_and_shapes(model: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("model", FULL_MODELS)
+@pytest.mark.parametrize("model", MODELS)
 def test_megatron_keys_and_shapes(model: str, dialect: str) -> None:
     spec = spec_of(model)
     layout = megatron_layout(get_bridge(spec.model_type).table, spec, dialect)
@@ -45,7 +47,7 @@ def test_megatron_keys_and_shapes(model: str, dialect: str) -> None:
     assert shapes(layout) == {name: shape for name, (shape, _) in golden.items()}
 
 
-@pytest.mark.parametrize("model", FULL_MODELS)
+@pytest.mark.parametrize("model", MODELS)
 def test_only_the_router_bias_is_locked_and_golden_keeps_it_in_fp32(model: str) -> None:
     spec = spec_of(model)
     layout = hf_layout(get_bridge(spec.model_type).table, spec)
