@@ -152,9 +152,8 @@ def main(
 def report(results: dict[str, list[tuple[float, int]]], size: int, workers: int) -> None:
     """Medians as a Markdown table and as one line of JSON."""
     medians = {name: statistics.median(s for s, _ in runs) for name, runs in results.items()}
-    print(
-        f"{size / 1e9:.2f} GB, {workers} workers, Python {platform.python_version()}, {os.cpu_count()} cores\n"
-    )
+    cores = os.cpu_count()
+    print(f"{size / 1e9:.2f} GB, {workers} workers, Python {platform.python_version()}, {cores} cores\n")
     print("| way | median s | of cp | slowest s | peak RssAnon MiB |\n|---|---|---|---|---|")
     for name, runs in results.items():
         base = medians["cp megatron" if "megatron to hf" in name or name == "cp megatron" else "cp hf"]

@@ -3,7 +3,7 @@
 On a sparse XFS image, GLM-5.2 at its full 1.5 TB is put together from extents of a few gigabytes of
 random data (real blocks, no holes), with known content at both ends of some 200 tensors. Then the
 real ``glmconv convert`` runs, to Megatron and back, with nothing in the page cache, timed from
-outside; every block of what comes back is compared with the source. With ``--sparse DIR`` the
+outside; every block of what comes back is compared with the source. With ``--sparse`` the
 checkpoint is made of holes and lies in a directory as it is (ext4; others may write to that disk
 meanwhile, so look at what the output itself has allocated). Example:
 ``python scripts/clone_full_size.py --dir /scratch --dialect mcore --dialect slime``.

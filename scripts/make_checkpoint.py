@@ -39,9 +39,9 @@ def make_checkpoint(
     ``lm_head.weight`` beside the embedding it is tied to, as the Qwen3-0.6B release does. Raises
     ``ValueError`` for an unknown name and ``FileExistsError`` where ``out`` holds something.
     """
-    import torch  # noqa: PLC0415
-    from checkpoint_models import cast_named, random_tensors, write_sharded  # noqa: PLC0415
-    from checkpoint_side_files import write_json, write_side_files  # noqa: PLC0415
+    import torch
+    from checkpoint_models import cast_named, random_tensors, write_sharded
+    from checkpoint_side_files import write_json, write_side_files
 
     config = raw_config(model, size, dtype)
     _make_empty(out)

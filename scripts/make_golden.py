@@ -125,7 +125,7 @@ def hf_notes(config: dict[str, Any]) -> list[str]:
 def load_reference() -> Reference:
     """``hf_to_megatron`` of the hand-written reference, which lives with the tests."""
     sys.path.insert(0, str(DATA.parent.parent))
-    from tests.support.reference import hf_to_megatron  # noqa: PLC0415
+    from tests.support.reference import hf_to_megatron
 
     return hf_to_megatron
 

@@ -20,11 +20,12 @@ INTERVAL = 0.01
 class Footprint:
     """Watches this process's anonymous memory beyond what it had on entry; a context manager.
 
-    ``check`` raises StorageError once the limit was passed.
+    ``already`` are bytes taken before that count as well. ``check`` raises StorageError once the
+    limit was passed.
     """
 
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit
+    def __init__(self, limit: int | None, already: int = 0) -> None:
+        self.limit, self.already = limit, already
         self.start = self.peak = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -33,7 +34,7 @@ class Footprint:
         # What is there now stays: the collector need not look at it again with every layer.
         gc.collect()
         gc.freeze()
-        self.start = rss_anon()
+        self.start = rss_anon() - self.already
         self._thread.start()
         return self
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from glmconv import __version__
 from glmconv.errors import UsageError
 from glmconv.layout import megatron_layout
+from glmconv.memory import rss_anon
 from glmconv.spec import ModelSpec
 from glmconv.verify.hf_side import HfSide
 from glmconv.verify.megatron_side import MegatronSide
@@ -34,7 +35,8 @@ from glmconv.verify.weights import NativeWeights, RelaidWeights
 class Prepared:
     """Both sides, nothing loaded yet, and the report in the making.
 
-    ``exact`` is the Hugging Face model in fp32, where the run is not in fp32.
+    ``exact`` is the Hugging Face model in fp32, where the run is not in fp32. ``opened`` are the bytes
+    that what is known of both checkpoints takes.
     """
 
     pair: Pair
@@ -43,6 +45,7 @@ class Prepared:
     hf: HfSide
     megatron: MegatronSide
     exact: HfSide | None
+    opened: int
 
 
 @contextmanager
@@ -52,7 +55,9 @@ def prepare(hf: Path, megatron: Path, options: VerifyOptions | None) -> Iterator
     options.check()
     versions = require_packages()
     device = choose_device(options.device)
+    before = rss_anon()
     pair = open_pair(Path(hf), Path(megatron), options.dialect)
+    opened = max(0, rss_anon() - before)
     _require_room(pair, options)
     tokens = tokens_for(options, pair.spec, pair.hf.path).to(device)
     with runtime(), _quiet_megatron():
@@ -73,6 +78,7 @@ def prepare(hf: Path, megatron: Path, options: VerifyOptions | None) -> Iterator
             HfSide(pair.hf, precision=options.precision, **shared),
             MegatronSide(pair.spec, weights, precision=options.precision, seq=tokens.shape[1], **shared),
             None if options.precision == "fp32" else HfSide(pair.hf, precision="fp32", **shared),
+            opened,
         )
 
 

@@ -57,7 +57,7 @@ def verify(
             for warning in report.warnings:
                 warn(warning)
         limit = options.max_memory if options is not None and device == "cpu" else None
-        with Footprint(limit) as footprint:
+        with Footprint(limit, prepared.opened) as footprint:
             Run(prepared, footprint, progress).all()
         lines = prepared.megatron.alignments.items()
         report.alignments = [f"{what} ({count} layers)" for what, count in lines]

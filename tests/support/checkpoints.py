@@ -71,7 +71,7 @@ def real_config(model: str) -> dict[str, Any]:
 
 def tiny_tensors(model: str, *, size: str = "tiny", seed: int = 0) -> dict[str, Tensor]:
     """The tensors that ``make_checkpoint`` writes, without writing them."""
-    from checkpoint_models import random_tensors  # noqa: PLC0415  (imports transformers)
+    from checkpoint_models import random_tensors
 
     tensors: dict[str, Tensor] = random_tensors(raw_config(model, size), seed)
     return tensors

@@ -6,7 +6,6 @@ weights under Megatron's in-memory names, and the raw config.
 
 from __future__ import annotations
 
-# ruff: noqa: PLC0415 - which megatron-core is imported is chosen by the process that calls.
 from pathlib import Path
 from typing import Any
 

@@ -6,7 +6,6 @@ Arguments are plain values, so that the same job runs in any lane. A *case* dire
 
 from __future__ import annotations
 
-# ruff: noqa: PLC0415 - which megatron-core is imported is chosen by the process that calls.
 import dataclasses
 import shutil
 from pathlib import Path

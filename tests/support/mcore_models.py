@@ -54,7 +54,7 @@ def hf_model(model: Tiny, *, extra_layers: int = 0, seed: int = SEED) -> Any:
 
     ``extra_layers`` more layers of the last kind follow: the blocks of MTP layers.
     """
-    import transformers  # noqa: PLC0415 - the processes that run Megatron models do without it
+    import transformers
 
     raw = dict(model.config)
     layers = raw["num_hidden_layers"] = raw["num_hidden_layers"] + extra_layers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# ruff: noqa: PLC0415 - which megatron-core is imported is chosen by the process that calls.
 from typing import Any
 
 import torch
