@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from glmconv.verify import compat
 from glmconv.verify.model import build_model
 from glmconv.verify.parallel import runtime
 from tests.support import mcore_models
@@ -31,6 +32,7 @@ def sample(shape: list[int], dtype: str, seed: int) -> torch.Tensor:
     return values.to(getattr(torch, dtype))
 
 
+@compat.installed()
 def save_as_megatron(out: str) -> dict[str, Any]:
     """Save tensors of all kinds with ``dist_checkpointing.save``; return what each holds."""
     from megatron.core import dist_checkpointing
@@ -67,6 +69,7 @@ def save_as_megatron(out: str) -> dict[str, Any]:
     return {name: [list(tensor.shape), bytes_of(tensor).hex()] for name, tensor in held.items()}
 
 
+@compat.installed()
 def load_as_megatron(unit: str, shapes: dict[str, list[Any]], objects: list[str]) -> dict[str, Any]:
     """Load tensors (``{name: [shape, dtype, stacked dimensions]}``) and objects by megatron-core.
 
@@ -111,6 +114,7 @@ def load_as_megatron(unit: str, shapes: dict[str, list[Any]], objects: list[str]
     }
 
 
+@compat.installed()
 def configs_of_args(units: dict[str, str]) -> dict[str, dict[str, Any]]:
     """The ``TransformerConfig`` that a trainer makes of each checkpoint's args: its plain fields."""
     from megatron.core import dist_checkpointing
@@ -139,6 +143,7 @@ def _config(args: Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(kind(**values)).items() if isinstance(value, plain)}
 
 
+@compat.installed()
 def expected_objects(family: str) -> dict[str, Any]:
     """Names of the objects that a real model asks for, and shapes of its tensors, by key."""
     from megatron.core import parallel_state
