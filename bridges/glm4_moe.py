@@ -12,11 +12,10 @@ from glmconv.config import (
     MAX_MTP_LAYERS,
     ConfigReader,
     Shapes,
-    check_experts,
-    check_routing,
     count_mtp_layers,
+    sigmoid_experts,
 )
-from glmconv.spec import ModelSpec, Moe, Rope
+from glmconv.spec import ModelSpec, Rope
 from mappings.glm4_moe import TABLE
 
 
@@ -26,25 +25,10 @@ def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
     num_layers = reader.natural("num_hidden_layers", most=MAX_LAYERS)
     dense = reader.natural("first_k_dense_replace", least=0)
     moe_layers = tuple(layer >= dense for layer in range(num_layers))
-    experts = reader.natural("n_routed_experts", "num_experts")
-    check_experts(reader, shapes, "n_routed_experts", experts, moe_layers)
+    moe = sigmoid_experts(reader, shapes, moe_layers)
     heads = reader.natural("num_attention_heads", most=MAX_HEADS)
     groups = reader.natural("num_key_value_heads", most=MAX_HEADS)
     reader.divides(heads, groups, "num_attention_heads over num_key_value_heads")
-    ffn = reader.natural("moe_intermediate_size")
-    moe = Moe(
-        num_experts=experts,
-        ffn_size=ffn,
-        top_k=reader.natural("num_experts_per_tok"),
-        shared_ffn_size=ffn * reader.natural("n_shared_experts", default=1, least=0),
-        router_bias=True,
-        score_function="sigmoid",
-        num_groups=reader.natural("n_group", default=1),
-        top_k_groups=reader.natural("topk_group", default=1),
-        scaling=reader.number("routed_scaling_factor", 1.0),
-        normalise=reader.flag("norm_topk_prob", True),
-    )
-    check_routing(reader, moe)
     spec = ModelSpec(
         model_type="glm4_moe",
         num_layers=num_layers,

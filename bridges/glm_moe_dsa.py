@@ -12,11 +12,10 @@ from glmconv.config import (
     MAX_MTP_LAYERS,
     ConfigReader,
     Shapes,
-    check_experts,
-    check_routing,
     count_mtp_layers,
+    sigmoid_experts,
 )
-from glmconv.spec import Dsa, Mla, ModelSpec, Moe, Rope
+from glmconv.spec import Dsa, Mla, ModelSpec, Rope
 from mappings.glm_moe_dsa import TABLE
 
 
@@ -139,27 +138,10 @@ def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
     num_layers = reader.natural("num_hidden_layers", most=MAX_LAYERS)
     mla = _mla(reader, shapes)
     moe_layers = _moe_layers(reader, num_layers)
-    experts = reader.natural("n_routed_experts", "num_experts")
-    check_experts(reader, shapes, "n_routed_experts", experts, moe_layers)
-    ffn = reader.natural("moe_intermediate_size")
-    if reader.config.get("scoring_func", "sigmoid") != "sigmoid":
-        reader.problem("the family's router scores by sigmoid", "scoring_func")
+    moe = sigmoid_experts(reader, shapes, moe_layers)
     if reader.flag("attention_bias", False):
         reader.problem("the family's attention has no bias", "attention_bias")
     heads = reader.natural("num_attention_heads", most=MAX_HEADS)
-    moe = Moe(
-        num_experts=experts,
-        ffn_size=ffn,
-        top_k=reader.natural("num_experts_per_tok"),
-        shared_ffn_size=ffn * reader.natural("n_shared_experts", default=1, least=0),
-        router_bias=True,
-        score_function="sigmoid",
-        num_groups=reader.natural("n_group", default=1),
-        top_k_groups=reader.natural("topk_group", default=1),
-        scaling=reader.number("routed_scaling_factor", 1.0),
-        normalise=reader.flag("norm_topk_prob", True),
-    )
-    check_routing(reader, moe)
     spec = ModelSpec(
         model_type="glm_moe_dsa",
         num_layers=num_layers,

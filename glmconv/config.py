@@ -219,3 +219,26 @@ def check_routing(reader: ConfigReader, moe: Moe) -> None:
     reader.divides(moe.num_experts, moe.num_groups, "experts over n_group")
     if moe.top_k_groups > moe.num_groups:
         reader.problem(f"chooses {moe.top_k_groups} of {moe.num_groups} groups", "topk_group")
+
+
+def sigmoid_experts(reader: ConfigReader, shapes: Shapes, moe_layers: tuple[bool, ...]) -> Moe:
+    """Experts chosen by sigmoid scores plus a learnt bias, under the field names that such configs share."""
+    experts = reader.natural("n_routed_experts", "num_experts")
+    check_experts(reader, shapes, "n_routed_experts", experts, moe_layers)
+    if reader.config.get("scoring_func", "sigmoid") != "sigmoid":
+        reader.problem("the family's router scores by sigmoid", "scoring_func")
+    ffn_size = reader.natural("moe_intermediate_size")
+    moe = Moe(
+        num_experts=experts,
+        ffn_size=ffn_size,
+        top_k=reader.natural("num_experts_per_tok"),
+        shared_ffn_size=ffn_size * reader.natural("n_shared_experts", default=1, least=0),
+        router_bias=True,
+        score_function="sigmoid",
+        num_groups=reader.natural("n_group", default=1),
+        top_k_groups=reader.natural("topk_group", default=1),
+        scaling=reader.number("routed_scaling_factor", 1.0),
+        normalise=reader.flag("norm_topk_prob", True),
+    )
+    check_routing(reader, moe)
+    return moe

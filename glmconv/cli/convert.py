@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from glmconv.errors import UsageError
+from glmconv.sizes import parse_size
 
 if TYPE_CHECKING:
     from glmconv.engine import Stop
@@ -118,7 +119,7 @@ def command(
         layer_keys=layer_keys,
         padded_vocab=padded_vocab_size,
         iteration=iteration,
-        max_shard_size=None if max_shard_size is None else _bytes(max_shard_size),
+        max_shard_size=None if max_shard_size is None else parse_size("--max-shard-size", max_shard_size),
         dtype=dtype,
     )
     run = RunOptions(
@@ -174,21 +175,6 @@ def _check_loader(loader: str | None, src: Path) -> None:
 def _choice(flag: str, value: str, allowed: tuple[str, ...]) -> Any:
     if value not in allowed:
         raise UsageError(f"{flag} {value}: unknown", hint=f"one of {', '.join(allowed)}")
-    return value
-
-
-def _bytes(text: str) -> int:
-    """``5GB`` (powers of 1000) or ``5GiB`` (powers of 1024). Raises UsageError."""
-    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    units |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-    digits = text.rstrip("BKMGTIbkmgti")
-    unit = text[len(digits) :].upper() or "B"
-    try:
-        value = int(float(digits) * units[unit])
-    except (ValueError, KeyError, OverflowError) as error:
-        raise UsageError(f"--max-shard-size {text}: not a size", hint="for instance 5GB or 500MB") from error
-    if value < 1:
-        raise UsageError(f"--max-shard-size {text}: must be positive")
     return value
 
 

@@ -63,7 +63,8 @@ def command(
     never had to choose).
     """
     from glmconv.cli.output import print_json, progress_bar, warn
-    from glmconv.verify.options import VerifyOptions, parse_bytes, parse_layers
+    from glmconv.sizes import parse_size
+    from glmconv.verify.options import VerifyOptions, parse_layers
     from glmconv.verify.pair import require_packages
 
     options = VerifyOptions(
@@ -75,7 +76,7 @@ def command(
         seq_len=seq_len,
         index_topk=index_topk,
         layers=None if layers is None else parse_layers(layers),
-        max_memory=None if max_memory is None else parse_bytes(max_memory),
+        max_memory=None if max_memory is None else parse_size("--max-memory", max_memory),
         dialect=dialect,
     )
     options.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +10,6 @@ from glmconv.spec import ModelSpec
 
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_SEQ = 128
-UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
-UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +63,6 @@ class VerifyOptions:
         if self.index_topk is not None and self.index_topk > spec.dsa.top_k:
             raise UsageError(f"--index-topk {self.index_topk} is above the model's {spec.dsa.top_k}")
         return self.index_topk or spec.dsa.top_k
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of ``8GB``, ``500MB``, ``2GiB`` or a plain number. Raises UsageError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if not found or found[2].upper() not in UNITS:
-        raise UsageError(f"--max-memory {text}: not a size", hint="for instance 8GB or 500MB")
-    return int(float(found[1]) * UNITS[found[2].upper()])
 
 
 def parse_layers(text: str) -> tuple[int, int]:

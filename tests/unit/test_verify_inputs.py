@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from glmconv.conversion import convert
 from glmconv.errors import DataError, StorageError, UsageError
 from glmconv.registry import get_bridge
+from glmconv.sizes import parse_size
 from glmconv.sources import SourceOptions
 from glmconv.spec import ModelSpec
-from glmconv.verify.options import VerifyOptions, parse_bytes, parse_layers
+from glmconv.verify.options import VerifyOptions, parse_layers
 from glmconv.verify.pair import choose_device, open_pair, require_packages
 from glmconv.verify.tokens import shifted, tokens_for
 from tests.support.checkpoints import load_tensors, raw_config
@@ -189,14 +190,14 @@ def test_bad_layer_ranges(text: str) -> None:
 
 
 def test_sizes() -> None:
-    assert [parse_bytes(text) for text in ("8GB", "1.5MiB", "500 kb", "12")] == [
+    assert [parse_size("--max-memory", text) for text in ("8GB", "1.5MiB", "500 kb", "12")] == [
         8 * 10**9,
         3 << 19,
         500_000,
         12,
     ]
     with pytest.raises(UsageError, match="not a size"):
-        parse_bytes("much")
+        parse_size("--max-memory", "much")
 
 
 def test_random_tokens_are_enough_for_a_sparse_selection_and_always_the_same(tmp_path: Path) -> None:
