@@ -6,7 +6,9 @@ import fcntl
 import os
 import struct
 import subprocess
-from collections.abc import Iterator
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,40 +70,74 @@ def extents(path: Path) -> list[Extent]:
     return found
 
 
-def compare(left: Path, right: Path) -> tuple[int, int]:
-    """Bytes of two files of one filesystem that are the same blocks (or holes), and bytes read to compare.
+class FileMap:
+    """Where the bytes of a file lie on the device."""
 
-    Raises ``ValueError`` where the files differ.
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = path.stat().st_size
+        self._extents = extents(path)
+        self._ends = [logical + length for logical, _, length in self._extents]
+
+    def at(self, offset: int) -> tuple[int, int]:
+        """Device place of a byte (or ``HOLE``, ``NOWHERE``) and where its stretch ends."""
+        number = bisect_right(self._ends, offset)
+        if number == len(self._extents):
+            return HOLE, 1 << 63
+        logical, physical, _ = self._extents[number]
+        if offset < logical:
+            return HOLE, logical
+        return (NOWHERE if physical < 0 else physical + offset - logical), self._ends[number]
+
+    def read(self, offset: int, size: int) -> bytes:
+        with self.path.open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), size, offset)
+
+
+def compare(left: FileMap, at: int, right: FileMap, there: int, size: int) -> int:
+    """Compare ``size`` bytes of two files: the same blocks (or holes) are equal, the rest is read.
+
+    Returns the bytes that were read of each. Raises ``ValueError`` where they differ.
     """
-    size = left.stat().st_size
-    if right.stat().st_size != size:
-        raise ValueError(f"{right}: {right.stat().st_size} bytes, not {size}")
-    shared = read = 0
-    ours, theirs = extents(left), extents(right)
-    with left.open("rb", buffering=0) as a, right.open("rb", buffering=0) as b:
-        at = 0
-        while at < size:
-            here, there = _at(ours, at), _at(theirs, at)
-            end = min(here[1], there[1], size)
-            if here[0] == there[0] != NOWHERE:
-                shared += end - at
-            else:
-                for start in range(at, end, READ):
-                    length = min(READ, end - start)
-                    if os.pread(a.fileno(), length, start) != os.pread(b.fileno(), length, start):
-                        raise ValueError(f"{right} differs within {length} bytes from byte {start}")
-                read += end - at
-            at = end
-    return shared, read
+    read, end = 0, at + size
+    while at < end:
+        (mine, mine_end), (other, other_end) = left.at(at), right.at(there)
+        step = min(mine_end - at, other_end - there, end - at)
+        if mine != other or mine == NOWHERE:
+            step = min(step, READ)
+            if left.read(at, step) != right.read(there, step):
+                raise ValueError(f"{right.path} differs within {step} bytes from byte {there}")
+            read += step
+        at, there = at + step, there + step
+    return read
 
 
-def _at(extents_left: list[Extent], at: int) -> tuple[int, int]:
-    """Device place of byte ``at`` and where that stretch ends; extents behind it are dropped."""
-    while extents_left and extents_left[0][0] + extents_left[0][2] <= at:
-        extents_left.pop(0)
-    if not extents_left:
-        return HOLE, 1 << 63
-    logical, physical, length = extents_left[0]
-    if at < logical:
-        return HOLE, logical
-    return (NOWHERE if physical < 0 else physical + at - logical), logical + length
+def used_bytes(path: Path) -> int:
+    """Bytes of a filesystem that are taken, once everything written is on the device."""
+    os.sync()
+    stat = os.statvfs(path)
+    return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
+
+
+def allocated_bytes(directory: Path) -> int:
+    """Bytes that the files of a directory have on the device, shared ones included."""
+    return sum(path.lstat().st_blocks * 512 for path in directory.rglob("*"))
+
+
+def forget(paths: Iterable[Path]) -> None:
+    """Drop what the page cache holds of files, so that a run reads them from the disk."""
+    os.sync()
+    for path in paths:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def settle(path: Path) -> None:
+    """Wait until removed files have given their blocks back, which XFS does in the background."""
+    before = -1
+    for _ in range(30):
+        now = used_bytes(path)
+        if now == before:
+            return
+        before = now
+        time.sleep(2)

@@ -169,8 +169,11 @@ class TorchDist:
 
     def place(self, stored: str, index: tuple[int, ...], itemsize: int) -> tuple[Path, int]:
         """File and byte of the element at ``index`` (missing trailing indices are 0)."""
+        full = index + (0,) * (len(self._chunks[stored][0][0]) - len(index))
+        record = self._records.get((stored, full))
+        if record is not None:  # it is the first element of a chunk
+            return self.unit / record.relative_path, self._payload(record)
         for offsets, sizes in self._chunks[stored]:
-            full = index + (0,) * (len(offsets) - len(index))
             inside = [i - o for i, o in zip(full, offsets, strict=True)]
             if all(0 <= i < size for i, size in zip(inside, sizes, strict=True)):
                 element = sum(i * prod(sizes[axis + 1 :]) for axis, i in enumerate(inside))

@@ -242,6 +242,9 @@ class TestWhereItCannot:
         report = report_of(small, memory / "out", "--to", "megatron")
         assert report["bytes"]["cloned"] == 0
         assert "different filesystems" in report["copying"]["not_cloned"]
+        done = glmconv("convert", small, memory / "out", "--to", "megatron", "--overwrite", "--hash", "none")
+        assert "different filesystems" in done.stdout
+        assert "none asked for" in done.stdout
         shutil.rmtree(memory / "out")
 
     def test_doctor_tells_one_place_from_the_other(self, folder: Path, memory: Path) -> None:
