@@ -68,7 +68,7 @@ class Runs:
 
     def _once(self, lane: str, job: str, *, world: int = 1, **arguments: Any) -> list[dict[str, Any]]:
         if mcore_run.lane_path(lane) is None:
-            pytest.skip(f"megatron-core {lane} is not here (GLMCONV_MCORE_NEXT names 0.19.2)")
+            pytest.fail(f"megatron-core {lane} is not here: set GLMCONV_MCORE_NEXT, as scripts/test.sh does")
         if not list(self.directory.glob("*.pt")):
             mcore_jobs.write_cases(self.directory)
         key = (lane, job)

@@ -408,9 +408,9 @@ def test_killed_clones_resume_to_the_same_bytes(folder: Path) -> None:
         assert steps["cloned"] > steps["copied"] or steps["reused"] == copy.steps["copied"]
         assert_same_bytes(copy.path, dst / "release")
         shutil.rmtree(dst)
-    # A kill may come after the last record of the journal: then all is reused.
+    # A kill may come after the last record of the journal: then all is reused, in one of four at most.
     assert all(0 < size <= copy.steps["copied"] for size in reused)
-    assert sum(size < copy.steps["copied"] for size in reused) >= 2
+    assert sum(size < copy.steps["copied"] for size in reused) >= 3
 
 
 def truncated(hf: Path) -> None:

@@ -52,7 +52,7 @@ lanes = pytest.mark.parametrize("lane", mcore_run.LANES)
 
 def require(lane: str) -> None:
     if mcore_run.lane_path(lane) is None:
-        pytest.skip(f"megatron-core {lane} is not here (GLMCONV_MCORE_NEXT names 0.19.2)")
+        pytest.fail(f"megatron-core {lane} is not here: set GLMCONV_MCORE_NEXT, as scripts/test.sh does")
 
 
 def saved(value: Any) -> bytes:
