@@ -162,6 +162,7 @@ def open_hf_source(path: Path, options: SourceOptions) -> Source:
         hf_dir=path,
         origin=Origin.of(checkpoint),
     )
+    source.warnings += spec.remarks
     _explain_unused(source, found)
     settle(source, found, options)
     return source

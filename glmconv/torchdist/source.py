@@ -117,6 +117,7 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
         stacked=layout.stacked,
         widened=read_widened(unit.path / MANIFEST_FILE),
     )
+    source.warnings += spec.remarks
     explain_layers(source, found.unused)
     for name, tensor in found.unused.items():
         source.defects.append(

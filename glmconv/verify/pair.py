@@ -17,7 +17,7 @@ from glmconv.torchdist.location import locate as find_unit
 
 PACKAGES = (("torch", "torch"), ("transformers", "transformers"), ("megatron.core", "megatron-core"))
 INSTALL = "pip install 'glmconv[verify]'"
-NOT_STRUCTURE = ("raw", "dtype", "max_positions", "num_mtp")
+NOT_STRUCTURE = ("raw", "remarks", "dtype", "max_positions", "num_mtp")
 """Fields in which two configs of one model may differ; MTP layers are compared by their tensors."""
 
 
