@@ -7,6 +7,7 @@ Facts: transformers 5.24 (``modeling_rope_utils``: ``convert_rope_params_to_dict
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -128,12 +129,13 @@ class RopeFields(Fields):
                 self.changes_forward(f"{name}.{key}", value, what)
             elif key not in (*COMMON, *YARN, "attention_factor", "truncate"):
                 self._remark(UNREAD, f"{name}.{key}", value, "is not read by anything here")
-        mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        if bool(mscale) != bool(all_dim) and (all_dim or mscale != 1):
+        theirs, ours = _attention_factors(scaling)
+        if not math.isclose(theirs, ours):
             self.changes_forward(
                 f"{name}.mscale",
-                mscale,
-                "transformers takes mscale and mscale_all_dim together or not at all, megatron-core each",
+                scaling.get("mscale"),
+                f"with mscale_all_dim {scaling.get('mscale_all_dim')} transformers scales the rotary "
+                f"embedding by {theirs:.6g}, megatron-core by {ours:.6g}",
             )
 
     def _check_numbers(self, field: str, block: Block) -> None:
@@ -143,3 +145,17 @@ class RopeFields(Fields):
             items = value if isinstance(value, list) else [value]
             if not plain and any(finite(item) is None for item in items):
                 self.problem(f"must be a finite number, is {brief(value)}", f"{field}.{key}")
+
+
+def _attention_factors(scaling: Block) -> tuple[float, float]:
+    """What YaRN multiplies sine and cosine by: transformers', and that of megatron-core's latent attention.
+
+    transformers takes ``mscale`` and ``mscale_all_dim`` together or not at all; megatron-core takes
+    each, by default 1 and 0.
+    """
+    factor = finite(scaling.get("factor")) or 1.0
+    grow = 0.1 * math.log(factor) if factor > 1 else 0.0
+    mscale, all_dim = finite(scaling.get("mscale")), finite(scaling.get("mscale_all_dim"))
+    ours = (1 + grow * (1.0 if mscale is None else mscale)) / (1 + grow * (all_dim or 0.0))
+    theirs = (1 + grow * mscale) / (1 + grow * all_dim) if mscale and all_dim else 1 + grow
+    return theirs, ours

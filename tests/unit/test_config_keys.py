@@ -214,7 +214,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}
         ({"truncate": False}, "config-forward", "rope_parameters.truncate"),
         ({"truncate": True, "beta_fast": 16, "mscale": 1.0, "mscale_all_dim": 1.0}, "", ""),
         ({"mscale": 0.7}, "config-forward", "rope_parameters.mscale"),
-        ({"mscale_all_dim": 0.7}, "config-forward", "together or not at all"),
+        ({"mscale": 1.0, "mscale_all_dim": 0.0}, "", ""),
+        ({"mscale": 0.0, "mscale_all_dim": 0.0}, "config-forward", "megatron-core by 1"),
+        ({"mscale_all_dim": 0.7}, "config-forward", "transformers scales the rotary"),
         ({"mrope_section": [1]}, "config-unread", "rope_parameters.mrope_section"),
     ],
 )
