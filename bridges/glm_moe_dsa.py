@@ -185,8 +185,9 @@ def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
     if reader.flag("attention_bias", False):
         reader.problem("the family's attention has no bias", "attention_bias")
     heads = reader.natural("num_attention_heads", most=MAX_HEADS)
-    if reader.natural("num_key_value_heads", default=heads, most=MAX_HEADS) != heads:
-        reader.problem(f"latent attention has {heads} of them, one a head", "num_key_value_heads")
+    groups = reader.natural("num_key_value_heads", default=heads, most=MAX_HEADS)
+    if groups != heads:
+        reader.changes_forward("num_key_value_heads", groups, f"latent attention has {heads}, one a head")
     max_positions = reader.natural("max_position_embeddings")
     reader.alike("layer_types", KINDS, "the family's attention is sparse in every layer")
     spec = ModelSpec(

@@ -129,7 +129,13 @@ class RopeFields(Fields):
                 self.changes_forward(f"{name}.{key}", value, what)
             elif key not in (*COMMON, *YARN, "attention_factor", "truncate"):
                 self._remark(UNREAD, f"{name}.{key}", value, "is not read by anything here")
-        theirs, ours = _attention_factors(scaling)
+        numbers = {key: finite(scaling[key]) for key in YARN if key in scaling}
+        wrong = [key for key, number in numbers.items() if number is None or number < 0]
+        for key in wrong:
+            self.problem(f"must be a number of at least 0, is {brief(scaling[key])}", f"{name}.{key}")
+        if wrong:
+            return
+        theirs, ours = _attention_factors(numbers)
         if not math.isclose(theirs, ours):
             self.changes_forward(
                 f"{name}.mscale",
@@ -147,15 +153,14 @@ class RopeFields(Fields):
                 self.problem(f"must be a finite number, is {brief(value)}", f"{field}.{key}")
 
 
-def _attention_factors(scaling: Block) -> tuple[float, float]:
+def _attention_factors(numbers: Mapping[str, float | None]) -> tuple[float, float]:
     """What YaRN multiplies sine and cosine by: transformers', and that of megatron-core's latent attention.
 
     transformers takes ``mscale`` and ``mscale_all_dim`` together or not at all; megatron-core takes
     each, by default 1 and 0.
     """
-    factor = finite(scaling.get("factor")) or 1.0
-    grow = 0.1 * math.log(factor) if factor > 1 else 0.0
-    mscale, all_dim = finite(scaling.get("mscale")), finite(scaling.get("mscale_all_dim"))
+    factor, mscale, all_dim = (numbers.get(key) for key in ("factor", "mscale", "mscale_all_dim"))
+    grow = 0.1 * math.log(factor) if factor and factor > 1 else 0.0
     ours = (1 + grow * (1.0 if mscale is None else mscale)) / (1 + grow * (all_dim or 0.0))
     theirs = (1 + grow * mscale) / (1 + grow * all_dim) if mscale and all_dim else 1 + grow
     return theirs, ours

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,23 @@ def test_yarn_of_latent_attention_is_looked_into(more: dict[str, Any], kind: str
         assert found == []
 
 
+ODD = [-1, -1.0, "x", "", True, [], [1], {}, {"a": 1}, 10**400, 1e308, float("nan"), 0]
+
+
+@pytest.mark.parametrize("model", ONE_EACH)
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_odd_values_end_in_words(model: str, value: Any) -> None:
+    """Whatever stands in a rope's block or in a key of the ledger: a spec, or all defects by name."""
+    inner = ("factor", "mscale", "mscale_all_dim", "rope_type", "type", "beta_fast", "truncate", "x")
+    keys = (*FORWARD, "layer_types", "max_window_layers", "index_topk_pattern", "rope_scaling", "text_config")
+    changes = [{"rope_theta": 1e6, "rope_parameters": YARN | {"factor": 1e30, key: value}} for key in inner]
+    changes += [{key: value, "use_sliding_window": True} for key in keys]
+    changes += [{"original_max_position_embeddings": value, "rope_theta": 1e6, "rope_parameters": YARN}]
+    for one in changes:
+        with suppress(DataError):
+            remarks(model, **one)
+
+
 def test_yarn_starts_from_the_length_that_transformers_takes() -> None:
     spec = spec_of(raw_config("glm-5") | {"rope_parameters": YARN})
     assert spec.rope.scaling["original_max_position_embeddings"] == spec.max_positions
@@ -281,6 +299,10 @@ def test_a_share_that_rotates_is_named_where_the_family_rotates_whole_heads(mode
     block = {"rope_theta": 1000000, "partial_rotary_factor": 0.5}
     changes = {"rope_parameters": block, "rope_theta": None} if nested else {"partial_rotary_factor": 0.5}
     require_one(remarks(model, **changes), "config-forward", "partial_rotary_factor", "whole heads")
+
+
+def test_latent_attention_has_no_groups() -> None:
+    require_one(remarks("glm-5", num_key_value_heads=2), "config-forward", "'num_key_value_heads' (= 2)")
 
 
 @pytest.mark.parametrize("key", ["rope_interleave", "indexer_rope_interleave"])
