@@ -47,7 +47,7 @@ class Fields:
         self._remark(CHANGES_FORWARD, field, value, f"changes the forward pass: {what}")
 
     def _remark(self, kind: str, field: str, value: Any, what: str) -> None:
-        named = f"config key {brief(field)[1:-1]!r} (= {brief(value)}) {what}"
+        named = f'config key "{brief(field)[1:-1]}" (= {brief(value)}) {what}'
         self._remarks.append(Defect(kind, named, "config.json", severity="warning"))
 
     def get(self, field: str) -> Any:

@@ -64,7 +64,7 @@ def test_the_small_models_give_no_warning(model: str) -> None:
 @pytest.mark.parametrize("value", [1, True, 0.5, "x", [1], {"a": 1}])
 def test_a_key_that_nothing_reads_is_named_with_its_value(model: str, value: Any) -> None:
     found = remarks(model, a_new_switch=value)
-    require_one(found, "config-unread", "'a_new_switch'", f"= {value!r}", "not read by anything here")
+    require_one(found, "config-unread", '"a_new_switch"', f"= {value!r}", "not read by anything here")
 
 
 @pytest.mark.parametrize("model", FAMILIES)
@@ -116,12 +116,12 @@ def test_a_key_that_changes_the_forward_pass_is_told_from_one_that_does_not(mode
             remarks(model, **{key: _odd(key)})
         return
     found = remarks(model, **{key: _odd(key)})
-    require_one(found, "config-unread" if rule.training else "config-forward", f"'{key}'", repr(_odd(key)))
+    require_one(found, "config-unread" if rule.training else "config-forward", f'"{key}"', repr(_odd(key)))
 
 
 @pytest.mark.parametrize("value", [1, "false", 0])
 def test_a_flag_is_not_a_number(value: Any) -> None:
-    require_one(remarks("qwen3", mlp_bias=value), "config-forward", "'mlp_bias'")
+    require_one(remarks("qwen3", mlp_bias=value), "config-forward", '"mlp_bias"')
 
 
 WINDOWS: list[tuple[str, dict[str, Any], str]] = [
@@ -202,7 +202,7 @@ def test_a_rope_scaling_is_named_with_its_kind(model: str, scaling: dict[str, An
     if (model, kind) == ("glm-5", "yarn"):
         assert found == []
     else:
-        require_one(found, "config-forward", f"'{name}'", kind)
+        require_one(found, "config-forward", f'"{name}"', kind)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}
@@ -302,12 +302,12 @@ def test_a_share_that_rotates_is_named_where_the_family_rotates_whole_heads(mode
 
 
 def test_latent_attention_has_no_groups() -> None:
-    require_one(remarks("glm-5", num_key_value_heads=2), "config-forward", "'num_key_value_heads' (= 2)")
+    require_one(remarks("glm-5", num_key_value_heads=2), "config-forward", '"num_key_value_heads" (= 2)')
 
 
 @pytest.mark.parametrize("key", ["rope_interleave", "indexer_rope_interleave"])
 def test_what_transformers_ignores_is_said(key: str) -> None:
-    require_one(remarks("glm-5", **{key: False}), "config-forward", f"'{key}'", "transformers ignores it")
+    require_one(remarks("glm-5", **{key: False}), "config-forward", f'"{key}"', "transformers ignores it")
 
 
 @pytest.mark.parametrize(
@@ -390,8 +390,8 @@ def test_the_command_line_prints_each_key(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "glmconv", "convert", str(hf), str(tmp_path / "out"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     warnings = " ".join(json.loads(done.stdout)["warnings"])
-    assert "'use_sliding_window' (= True)" in warnings
-    assert "'a_new_switch' (= 1)" in warnings
+    assert '"use_sliding_window" (= True)' in warnings
+    assert '"a_new_switch" (= 1)' in warnings
     checked = subprocess.run(
         [sys.executable, "-m", "glmconv", "check", str(hf)], capture_output=True, text=True, check=False
     )
