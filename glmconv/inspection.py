@@ -13,11 +13,12 @@ from typing import Any
 from glmconv.checks.subject import INDEXER, layers, templates
 from glmconv.comparison import describe_layout
 from glmconv.errors import DataError
-from glmconv.hf.reader import HfCheckpoint, open_hf, side_files
+from glmconv.hf.reader import HfCheckpoint, open_hf
 from glmconv.manifest import FILE, read_manifest
 from glmconv.opening import local_path, open_source
 from glmconv.plan import SourceFile
 from glmconv.registry import get_bridge
+from glmconv.side_files import find_side_files, grouped
 from glmconv.sources import Source, SourceOptions
 from glmconv.stored import StoredTensor
 from glmconv.torchdist.common import read_common
@@ -128,9 +129,11 @@ def _sizes(report: InspectReport, stored: Mapping[str, StoredTensor], files: lis
 
 
 def _hf_facts(report: InspectReport, checkpoint: HfCheckpoint) -> None:
-    names = [str(name) for name in side_files(checkpoint.path)]
+    side = find_side_files(checkpoint.path)
     report.facts["index"] = "yes" if checkpoint.index is not None else "none, one file"
-    report.facts["side files"] = ", ".join(names) or "none"
+    report.facts["side files"] = ", ".join(map(str, side.files)) or "none"
+    if side.left:
+        report.facts["other files"] = grouped(side.left)
     block = checkpoint.config.get("quantization_config")
     if isinstance(block, dict):
         report.facts["quantised"] = str(block.get("quant_method", "yes"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from glmconv.dtypes import BY_LABEL, DType
 from glmconv.errors import DataError, StorageError
-from glmconv.hf.reader import read_json
+from glmconv.json_files import MAX_RECORD, read_json
 from glmconv.rules import DIALECTS
 
 FILE = "glmconv.json"
@@ -18,7 +18,7 @@ HF_DIR = "hf"
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The manifest, or None where there is none that can be read as one."""
     try:
-        content = read_json(path)
+        content = read_json(path, MAX_RECORD)
     except (DataError, StorageError):
         return None
     return content if content.get("tool") == "glmconv" else None

@@ -100,7 +100,7 @@ def make_plan(source: Source, source_options: SourceOptions, options: TargetOpti
     plan = Plan(draft.sources, draft.targets, source.equal, source.dropped)
     plan.digest = plan_digest(plan)
     ledger = prove(plan, _wanted(source), _stored_bytes(source), draft.repeated)
-    warnings = [*source.warnings, *_runtime_warnings(source, to, layout.name)]
+    warnings = [*source.warnings, *draft.warnings, *_runtime_warnings(source, to, layout.name)]
     return Planned(source, options, to, layout, plan, ledger, _widened(source, draft), warnings)
 
 

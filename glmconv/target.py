@@ -12,11 +12,12 @@ from typing import Any
 from glmconv.dtypes import DType
 from glmconv.errors import Defect
 from glmconv.hf.origin import FILE as ORIGIN_FILE
-from glmconv.hf.reader import side_files, source_file
+from glmconv.hf.reader import source_file
 from glmconv.layout import Layout, Part, view2d
 from glmconv.manifest import FILE as MANIFEST_FILE
 from glmconv.moves import part_moves
 from glmconv.plan import Move, Payload, SourceFile, TargetFile
+from glmconv.side_files import find_side_files, grouped
 from glmconv.sources import Source
 from glmconv.stored import Located
 
@@ -51,6 +52,7 @@ class Draft:
     repeated: set[str] = field(default_factory=set)
     widened: dict[str, DType] = field(default_factory=dict)
     defects: list[Defect] = field(default_factory=list)
+    warnings: list[Defect] = field(default_factory=list)
 
 
 class Parts:
@@ -133,13 +135,17 @@ def _shifted(move: Move, by: int) -> Move:
 def add_side_files(draft: Draft, source: Source, folder: str, changes: Mapping[str, Any]) -> None:
     """Copy config, tokenizer, licence and code byte for byte into ``folder`` of the unit.
 
+    What is neither that nor weights nor a trainer's is named in a warning.
+
     ``config.json`` is rewritten only where ``changes`` says that the weights changed.
     """
     if source.hf_dir is None:
         return
-    for name in side_files(source.hf_dir):
-        if name.name in (MANIFEST_FILE, ORIGIN_FILE):
-            continue
+    side = find_side_files(source.hf_dir)
+    if side.left:
+        what = f"left behind, since they are no side files of a checkpoint: {grouped(side.left)}"
+        draft.warnings.append(Defect("side-file", what, str(source.hf_dir), severity="warning"))
+    for name in side.files:
         if name.parts[0] in (MANIFEST_FILE, ORIGIN_FILE):
             what = "lies in a directory that has the name of a file that glmconv writes"
             draft.defects.append(Defect("side-file", what, str(source.hf_dir / name), "rename the directory"))

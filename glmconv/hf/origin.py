@@ -9,7 +9,8 @@ from pathlib import Path
 
 from glmconv.errors import DataError, Defect
 from glmconv.hf.header import Header, parse_header
-from glmconv.hf.reader import SINGLE, HfCheckpoint, index_map, parse_json, plain_name, read_json
+from glmconv.hf.reader import SINGLE, HfCheckpoint, index_map, plain_name
+from glmconv.json_files import MAX_RECORD, parse_json, read_json
 
 FILE = "glmconv-origin.json"
 """Name of the record beside the HF side files of a torch_dist that glmconv wrote."""
@@ -41,7 +42,7 @@ class Origin:
     @classmethod
     def from_file(cls, path: Path) -> Origin:
         """Read the record back, every header validated again. Raises StorageError or DataError."""
-        content = read_json(path)
+        content = read_json(path, MAX_RECORD)
         shards, index = content.get("shards"), content.get("index")
         if not isinstance(shards, dict) or not all(isinstance(text, str) for text in shards.values()):
             raise DataError("is not a record of shards", where=str(path))

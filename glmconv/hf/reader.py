@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import stat
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -14,22 +11,14 @@ from typing import Any
 from glmconv.digest import digest_bytes
 from glmconv.errors import DataError, Defect, StorageError
 from glmconv.hf.header import Header, read_header
+from glmconv.json_files import MAX_INDEX, parse_json, read_bounded, read_json
 from glmconv.plan import SourceFile
 from glmconv.stored import StoredChunk, StoredTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-OTHER_WEIGHTS = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt"),
-    ".distcp",
-)
-"""Files of these kinds hold weights in some form and are never taken for side files."""
-
 MAX_NAME = 255
 """Bytes of a file name, as Linux filesystems limit them."""
-
-MAX_NESTING = 64
-"""Levels of objects and lists in a JSON file; configs have a handful."""
 
 
 @dataclass(slots=True)
@@ -42,57 +31,6 @@ class HfCheckpoint:
     headers: dict[str, Header] = field(default_factory=dict)
     stored: dict[str, StoredTensor] = field(default_factory=dict)
     index: bytes | None = None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises StorageError or DataError naming the file."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise DataError("is not a regular file", where=str(path))
-        data = path.read_bytes()
-    except OSError as error:
-        raise StorageError(
-            f"cannot read: {error.strerror}", where=str(path), hint="name the directory of a checkpoint"
-        ) from error
-    return parse_json(data, str(path))
-
-
-def parse_json(data: bytes, where: str) -> dict[str, Any]:
-    """A JSON object, no key of which stands twice. Raises DataError naming ``where``."""
-    twice: list[str] = []
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        content = dict(pairs)
-        if len(content) < len(pairs):
-            twice.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        return content
-
-    try:
-        content = json.loads(data, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {error}", where=where) from error
-    if not isinstance(content, dict):
-        raise DataError("not a JSON object", where=where)
-    if twice:
-        raise DataError(
-            "the same key stands twice in one object",
-            where=where,
-            defects=[Defect("duplicate", "stands twice", name) for name in twice],
-        )
-    if _nests_deeply(content):
-        raise DataError(f"nests deeper than {MAX_NESTING} levels", where=where)
-    return content
-
-
-def _nests_deeply(content: dict[str, Any]) -> bool:
-    """Whether something that walks the tree by recursion might not reach its leaves."""
-    level: list[Any] = [content]
-    for _ in range(MAX_NESTING):
-        values = (
-            inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)
-        )
-        level = [inner for inner in values if isinstance(inner, (dict, list))]
-    return bool(level)
 
 
 def source_file(path: Path, header_digest: str = "") -> SourceFile:
@@ -150,9 +88,8 @@ def _weight_map(checkpoint: HfCheckpoint) -> dict[str, str] | None:
                 hint="glmconv reads safetensors; for other formats save with safetensors first",
             )
         return None
-    weight_map = index_map(read_json(path), str(path))
-    checkpoint.index = path.read_bytes()
-    return weight_map
+    checkpoint.index = read_bounded(path, MAX_INDEX)
+    return index_map(parse_json(checkpoint.index, str(path)), str(path))
 
 
 def index_map(content: dict[str, Any], where: str) -> dict[str, str]:
@@ -195,20 +132,3 @@ def _against_index(checkpoint: HfCheckpoint, weight_map: dict[str, str]) -> Iter
     for name, file in where.items():
         if name not in weight_map:
             yield Defect("index", "in the file but not in the index", f"{file}: {name}", "rebuild the index")
-
-
-def side_files(path: Path) -> list[Path]:
-    """Files of a checkpoint beside weights and index (tokenizer, licence, code), sorted.
-
-    Only regular files of the directory itself and of plain sub-directories; hidden ones are left
-    out, so is anything that holds weights in another format.
-    """
-    found = []
-    for root, folders, names in os.walk(path):
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        for name in sorted(names):
-            file = Path(root) / name
-            hidden = name.startswith(".") or name.endswith(".index.json")
-            if not hidden and file.suffix not in OTHER_WEIGHTS and file.is_file():
-                found.append(file.relative_to(path))
-    return found

@@ -12,7 +12,8 @@ from glmconv.digest import digest_bytes
 from glmconv.errors import DataError, Defect
 from glmconv.hf.origin import FILE as ORIGIN_FILE
 from glmconv.hf.origin import Origin
-from glmconv.hf.reader import INDEX, SINGLE, open_hf, read_json, source_file
+from glmconv.hf.reader import INDEX, SINGLE, open_hf, source_file
+from glmconv.json_files import read_json
 from glmconv.layout import Layout, megatron_layout
 from glmconv.manifest import FILE as MANIFEST_FILE
 from glmconv.manifest import HF_DIR, read_dialect, read_widened

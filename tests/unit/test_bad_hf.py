@@ -509,30 +509,24 @@ class TestPlaces:
 
 class TestOddSideFiles:
     def test_names_that_are_not_unicode_survive_both_ways(self, hf: Path, tmp_path: Path) -> None:
-        odd = Path(os.fsdecode(os.fsencode(hf) + b"/caf\xe9.txt"))
+        odd = Path(os.fsdecode(os.fsencode(hf) + b"/README-caf\xe9.md"))
         odd.write_bytes(b"text")
         convert(hf, tmp_path / "megatron")
         convert(tmp_path / "megatron", tmp_path / "back")
-        assert Path(os.fsdecode(os.fsencode(tmp_path / "back") + b"/caf\xe9.txt")).read_bytes() == b"text"
+        assert (
+            Path(os.fsdecode(os.fsencode(tmp_path / "back") + b"/README-caf\xe9.md")).read_bytes() == b"text"
+        )
 
     def test_directory_that_has_the_name_of_the_manifest(self, hf: Path, out: Path) -> None:
         (hf / "glmconv.json").mkdir()
-        (hf / "glmconv.json" / "inner.txt").write_text("text")
-        words = ("glmconv.json/inner.txt", "rename the directory")
+        (hf / "glmconv.json" / "README.md").write_text("text")
+        words = ("glmconv.json/README.md", "rename the directory")
         refused(hf, out, DataError, *words, target=TargetOptions(to="hf"))
 
     def test_config_that_is_a_pipe_is_not_waited_for(self, hf: Path, out: Path) -> None:
         (hf / "config.json").unlink()
         os.mkfifo(hf / "config.json")
         refused(hf, out, DataError, "config.json", "not a regular file")
-
-    def test_weights_of_other_formats_are_no_side_files(self, hf: Path, out: Path) -> None:
-        for name in ("pytorch_model.bin", "__0_0.distcp", "model.gguf", "consolidated.pth"):
-            (hf / name).write_bytes(b"x")
-        unit = convert(hf, out).path
-        assert {path.name for path in (unit / "hf").iterdir()} == {
-            *("LICENSE", "config.json", "glmconv-origin.json", "tokenizer.json")
-        }
 
 
 class TestChangesMeanwhile:
