@@ -97,7 +97,7 @@ def make_plan(source: Source, source_options: SourceOptions, options: TargetOpti
         draft = draft_hf(source, layout, policy, max_shard_size=options.max_shard_size, changes=changes)
     if draft.defects:
         raise DataError("the conversion cannot be planned", where=str(source.path), defects=draft.defects)
-    plan = Plan(draft.sources, draft.targets, source.equal, source.dropped)
+    plan = Plan(draft.sources, draft.targets, [*source.equal, *source.blank], source.dropped)
     plan.digest = plan_digest(plan)
     ledger = prove(plan, _wanted(source), _stored_bytes(source), draft.repeated)
     warnings = [*source.warnings, *draft.warnings, *_runtime_warnings(source, to, layout.name)]

@@ -14,7 +14,7 @@ from glmconv.errors import DataError, Defect, UsageError
 from glmconv.hf.origin import Origin
 from glmconv.hf.reader import HfCheckpoint, open_hf
 from glmconv.layout import Layout, expand_drops, expand_tied, hf_layout
-from glmconv.plan import Dropped, Equal, SourceFile
+from glmconv.plan import Blank, Dropped, Equal, SourceFile
 from glmconv.registry import get_bridge
 from glmconv.rules import Table
 from glmconv.spec import ModelSpec
@@ -54,6 +54,7 @@ class Source:
     tensors: dict[str, Located] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     equal: list[Equal] = field(default_factory=list)
+    blank: list[Blank] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     warnings: list[Defect] = field(default_factory=list)
     defects: list[Defect] = field(default_factory=list)
@@ -231,6 +232,7 @@ def settle(source: Source, found: Found, options: SourceOptions) -> None:
     """Drop MTP where asked, fill or allow what is missing, and note what stays wrong."""
     source.defects += found.defects
     source.dropped += found.padding
+    source.blank += found.blank
     missing = {tensor.name: tensor for tensor in found.missing}
     if options.drop_mtp and source.spec.num_mtp:
         without = replace(source.spec, num_mtp=0)
