@@ -25,7 +25,7 @@ Reader = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that changes files: its name, path, what else tells it apart, and a rename's or link's source."""
+    """A call that changes files; ``detail`` are flags, ``other`` is the source of a rename or link."""
 
     name: str
     path: str
@@ -36,7 +36,6 @@ class Call:
         return f"{self.name}({', '.join(filter(None, (self.other, self.path, self.detail)))})"
 
 
-_AT = "at"  # a directory's descriptor, then a path
 _BY_PATH = {2: "open", 85: "creat", 76: "truncate", 84: "rmdir", 87: "unlink", 83: "mkdir", 133: "mknod"}
 _BY_PATH |= {90: "chmod", 92: "chown", 94: "lchown", 132: "utime", 235: "utimes"}
 _BY_PATH |= {188: "setxattr", 189: "lsetxattr", 197: "removexattr", 198: "lremovexattr"}
@@ -48,7 +47,8 @@ _BY_FD |= {91: "fchmod", 93: "fchown", 190: "fsetxattr", 199: "fremovexattr", 40
 _BY_SECOND_FD = {326: "copy_file_range", 275: "splice"}
 _TWO_PATHS = {82: "rename", 86: "link", 88: "symlink"}
 _TWO_AT = {264: "renameat", 316: "renameat2", 265: "linkat"}
-_OTHER = {266: "symlinkat", 162: "sync", 26: "msync", 9: "mmap", 425: "io_uring_setup"}
+_OTHER = {266: "symlinkat", 162: "sync", 26: "msync"}
+_UNSEEN = {9: "mmap", 425: "io_uring_setup"}
 TRACED = (
     _BY_PATH.keys()
     | _BY_AT.keys()
@@ -57,6 +57,7 @@ TRACED = (
     | _TWO_PATHS.keys()
     | _TWO_AT.keys()
     | _OTHER.keys()
+    | _UNSEEN.keys()
 )
 
 
@@ -65,22 +66,29 @@ def decode(pid: int, number: int, args: tuple[int, ...], read: Reader) -> Call |
 
     Raises RuntimeError for a way of writing whose later changes no tracer sees.
     """
-    if number in (425, 9):
-        return _unseen(pid, number, args)
-    if number in _BY_PATH:
+    call: Call | None = None
+    if number in _UNSEEN:
+        _refuse_unseen(pid, number, args)
+    elif number in _BY_PATH:
         name, path = _BY_PATH[number], _at(pid, AT_FDCWD, read(args[0]))
-        return _opening(name, path, args[1]) if name == "open" else Call(name, path)
-    if number in _BY_AT:
-        return _by_at(pid, _BY_AT[number], args, read)
-    if number in _BY_FD:
-        name, path = _BY_FD[number], _descriptor(pid, args[0])
-        if name == "ioctl":
-            clone = CHANGING_IOCTLS.get(args[1] & 0xFFFFFFFF)
-            return Call(clone, path) if clone else None
-        return Call(name, path)
-    if number in _BY_SECOND_FD:
-        return Call(_BY_SECOND_FD[number], _descriptor(pid, args[2]))
-    return _with_two_paths(pid, number, args, read)
+        call = _opening(name, path, args[1]) if name == "open" else Call(name, path)
+    elif number in _BY_AT:
+        call = _by_at(pid, _BY_AT[number], args, read)
+    elif number in _BY_FD:
+        call = _by_descriptor(pid, _BY_FD[number], args)
+    elif number in _BY_SECOND_FD:
+        call = Call(_BY_SECOND_FD[number], _descriptor(pid, args[2]))
+    else:
+        call = _with_two_paths(pid, number, args, read)
+    return call
+
+
+def _by_descriptor(pid: int, name: str, args: tuple[int, ...]) -> Call | None:
+    path = _descriptor(pid, args[0])
+    if name == "ioctl":
+        clone = CHANGING_IOCTLS.get(args[1] & 0xFFFFFFFF)
+        return Call(clone, path) if clone else None
+    return Call(name, path)
 
 
 def _by_at(pid: int, name: str, args: tuple[int, ...], read: Reader) -> Call | None:
@@ -107,8 +115,8 @@ def _with_two_paths(pid: int, number: int, args: tuple[int, ...], read: Reader) 
     return Call(_OTHER[number], "")
 
 
-def _unseen(pid: int, number: int, args: tuple[int, ...]) -> None:
-    if number == 425:
+def _refuse_unseen(pid: int, number: int, args: tuple[int, ...]) -> None:
+    if _UNSEEN[number] == "io_uring_setup":
         raise RuntimeError("io_uring writes past this tracer: teach it those calls first")
     shared, writes, fd = args[3] & MAP_SHARED, args[2] & PROT_WRITE, _signed(args[4])
     if shared and writes and fd >= 0:
@@ -157,7 +165,7 @@ class _Program(ctypes.Structure):
 
 
 def install_filter() -> None:
-    """Make every traced call of this thread, and of those it starts, a stop for the tracer. OSError on failure."""
+    """Stop this thread, and those it starts, at every traced call, for the tracer. OSError on failure."""
     numbers = sorted(TRACED - {9})
     # Jumps count the lines that they skip: to the last line (trace), or to the one before it (allow).
     code = [(_LOAD, 0, 0, _ARCH), (_JUMP_EQUAL, 0, len(numbers) + 4, _X86_64), (_LOAD, 0, 0, _NUMBER)]

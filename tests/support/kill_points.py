@@ -1,4 +1,4 @@
-"""glmconv's command line, run a hundred times in the time of ten: forked, traced, and killed at a chosen call.
+"""glmconv's command line, run a hundred times in the time of ten: forked, traced, killed at a chosen call.
 
 ``Commands`` starts a process that has glmconv imported and forks it for every run, so that a run costs
 some hundredths of a second. A traced run tells every system call that changes a filesystem under the

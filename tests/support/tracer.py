@@ -13,6 +13,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tests.support.fs_calls import Call, anonymous, decode, install_filter
@@ -145,10 +146,8 @@ class _Follower:
         return True
 
     def _go_on(self, tid: int, number: int = 0) -> None:
-        try:
+        with suppress(ProcessLookupError):  # it was killed meanwhile: its end is the next event
             _ptrace(_CONT, tid, 0, number)
-        except ProcessLookupError:
-            pass  # it was killed meanwhile: its end is the next event
 
     def _stopped_call(self, tid: int) -> Call | None:
         """The call that a thread is stopped at, when it changes something that is watched."""
