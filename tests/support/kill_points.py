@@ -19,6 +19,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -57,6 +58,7 @@ class Commands:
 
     def __init__(self) -> None:
         environment = os.environ | {"PYTHONPATH": os.fspath(ROOT), "OMP_NUM_THREADS": "1"}
+        environment["PYTHONHASHSEED"] = "0"  # sets are walked in the same order in every run
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.support.kill_points"],
             cwd=ROOT,
@@ -116,6 +118,27 @@ def _import_glmconv() -> None:
         for module in pkgutil.walk_packages(package.__path__, f"{name}."):
             if not module.name.startswith("glmconv.verify") and not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
+    for name in _imported_by("convert", "/nowhere", "/nowhere/out"):
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
+def _imported_by(*arguments: str) -> list[str]:
+    """Modules that a command imports when it runs (those of the command line's library)."""
+    ready, done = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(ready)
+        null = os.open(os.devnull, os.O_WRONLY)
+        _command_line(list(arguments), SMALL_JOURNAL, null, null)
+        with os.fdopen(done, "w") as file:
+            file.write("\n".join(sys.modules))
+        os._exit(0)
+    os.close(done)
+    with os.fdopen(ready) as file:
+        names = [name for name in file.read().splitlines() if name not in sys.modules]
+    os.waitpid(pid, 0)
+    return names
 
 
 def _command_line(arguments: list[str], journal_bytes: int, out: int, err: int) -> int:

@@ -25,6 +25,7 @@ _ALL_THREADS = 0x40000000  # __WALL
 _INFO = struct.Struct("=B3xIQQQ6Q")
 _RAX, _ORIG_RAX = 10, 15
 _REGISTERS = 27
+_STATE_FILES = ("stat", "schedstat")
 
 SETTLING = 0.25
 """Seconds after which a busy thread is no longer waited for; then the order may differ."""
@@ -113,9 +114,18 @@ class _Follower:
         self._threads: dict[int, int] = {pid: 0}
         self._held: dict[int, Call] = {}
         self._matches = [0] * len(orders.refusals)
+        self._states: dict[int, tuple[int, ...]] = {}
         self._result = Traced()
 
     def follow(self) -> Traced:
+        """Follow the child to its end."""
+        try:
+            return self._follow()
+        finally:
+            for fd in (fd for files in self._states.values() for fd in files):
+                os.close(fd)
+
+    def _follow(self) -> Traced:
         while True:
             tid, status = os.waitpid(-1, _ALL_THREADS | (os.WNOHANG if self._held else 0))
             if tid:
@@ -167,17 +177,31 @@ class _Follower:
     def _settled(self) -> bool:
         """Wait until all threads sleep or are stopped; False when one has news for the tracer first."""
         deadline = time.monotonic() + SETTLING
-        before: list[str] = []
+        before: list[tuple[bytes, bytes]] = []
         while time.monotonic() < deadline:
             if os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WNOWAIT | os.WNOHANG | _ALL_THREADS):
                 return False
-            now = [_state(self._pid, tid) for tid in self._threads]
-            if now == before and all(state[:1] in "Stz" for state in now):
+            now = [self._state(tid) for tid in self._threads]
+            if now == before and all(state in b"Stz" for state, _ in now):
                 return True
             before = now
             time.sleep(0.00003)
         self._result.unsettled += 1
         return True
+
+    def _state(self, tid: int) -> tuple[bytes, bytes]:
+        """A thread's state, and how often it was run: the same twice, and it has not run in between."""
+        if tid not in self._states:
+            folder = f"/proc/{self._pid}/task/{tid}"
+            try:
+                self._states[tid] = tuple(os.open(f"{folder}/{name}", os.O_RDONLY) for name in _STATE_FILES)
+            except OSError:
+                return b"z", b""  # it ended; the tracer learns it next
+        try:
+            state, runs = (os.pread(fd, 1024, 0) for fd in self._states[tid])
+        except OSError:
+            return b"z", b""
+        return state.rpartition(b")")[2].split()[0], runs
 
     def _release(self) -> None:
         """Let the eldest stopped thread make its call, or fail, or kill the child before it."""
@@ -221,14 +245,3 @@ def _string(pid: int, address: int) -> str:
             # A page at a time: the next one need not be there.
             data += memory.read(4096 - (address + len(data)) % 4096)
     return os.fsdecode(data.partition(b"\0")[0])
-
-
-def _state(pid: int, tid: int) -> str:
-    """A thread's state, and how often it was run: the same twice, and it has not run in between."""
-    try:
-        with open(f"/proc/{pid}/task/{tid}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[0]
-        with open(f"/proc/{pid}/task/{tid}/schedstat", "rb") as file:
-            return f"{state.decode()} {file.read().decode()}"
-    except OSError:
-        return "z"

@@ -1,0 +1,46 @@
+"""A run killed at any system call that changes the filesystem is finished by the same command.
+
+Every such call of a run is enumerated by tracing it; each is a place that another run is killed at, by a
+real SIGKILL, before the call is made. By default a sample of the places (one of each kind of call on
+each kind of file); all of them with ``GLMCONV_KILL_EVERYWHERE=1`` or ``scripts/kill_everywhere.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.kill_scenes import Scene, Theatre, scenes
+
+EVERY = bool(os.environ.get("GLMCONV_KILL_EVERYWHERE"))
+# A sample needs no second pass: every other scene runs with two workers.
+SCENES = scenes() if EVERY else [scenes((1 + at % 2,))[at] for at in range(len(scenes((1,))))]
+MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture(scope="module")
+def theatre() -> Iterator[Theatre]:
+    """Thousands of small files come and go: in memory where that is a filesystem."""
+    folder = Path(
+        tempfile.mkdtemp(prefix="glmconv-kill-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None)
+    )
+    try:
+        with Theatre(folder) as theatre:
+            yield theatre
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=str)
+def test_same_command_finishes_a_run_killed_anywhere(theatre: Theatre, scene: Scene) -> None:
+    calm, places = theatre.play(scene, every=EVERY)
+    wrong = [str(place) for place in places if place.problems]
+    print(f"\n{scene}: {len(calm.calls)} calls change the filesystem; killed before {len(places)} of them")
+    assert not wrong, f"{len(wrong)} of {len(places)} places:\n" + "\n".join(wrong[:20])
+    assert all(place.hit for place in places)
+    assert not theatre.sources.touched(), "a source was touched"
