@@ -15,20 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kill_scenes import Scene, Theatre, scenes
+from tests.support.kill_scenes import Scene, Theatre, memory_folder, scenes
 
 EVERY = bool(os.environ.get("GLMCONV_KILL_EVERYWHERE"))
 # A sample needs no second pass: every other scene runs with two workers.
 SCENES = scenes() if EVERY else [scenes((1 + at % 2,))[at] for at in range(len(scenes((1,))))]
-MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture(scope="module")
 def theatre() -> Iterator[Theatre]:
-    """Thousands of small files come and go: in memory where that is a filesystem."""
-    folder = Path(
-        tempfile.mkdtemp(prefix="glmconv-kill-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None)
-    )
+    folder = Path(tempfile.mkdtemp(prefix="glmconv-kill-", dir=memory_folder()))
     try:
         with Theatre(folder) as theatre:
             yield theatre

@@ -71,6 +71,12 @@ def scenes(workers: Iterable[int] = (1, 2)) -> list[Scene]:
     return found
 
 
+def memory_folder() -> Path | None:
+    """Thousands of small files come and go: in memory, where that is a filesystem (None: anywhere)."""
+    folder = Path("/dev/shm")
+    return folder if os.access(folder, os.W_OK) else None
+
+
 Tree = dict[str, str]
 """A digest of every file under a folder (directories have none), by its path there."""
 
