@@ -7,6 +7,7 @@ each kind of file); all of them with ``GLMCONV_KILL_EVERYWHERE=1`` or ``scripts/
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -20,6 +21,7 @@ from tests.support.kill_scenes import Scene, Theatre, memory_folder, scenes
 EVERY = bool(os.environ.get("GLMCONV_KILL_EVERYWHERE"))
 # A sample needs no second pass: every other scene runs with two workers.
 SCENES = scenes() if EVERY else [scenes((1 + at % 2,))[at] for at in range(len(scenes((1,))))]
+FAILING = [one for one in SCENES if EVERY or not (one.deep or one.resumed or one.beside or not one.exchange)]
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,18 @@ def test_same_command_finishes_a_run_killed_anywhere(theatre: Theatre, scene: Sc
     calm, places = theatre.play(scene, every=EVERY)
     wrong = [str(place) for place in places if place.problems]
     print(f"\n{scene}: {len(calm.calls)} calls change the filesystem; killed before {len(places)} of them")
+    assert not wrong, f"{len(wrong)} of {len(places)} places:\n" + "\n".join(wrong[:20])
+    assert all(place.hit for place in places)
+    assert not theatre.sources.touched(), "a source was touched"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=lambda number: errno.errorcode[number])
+@pytest.mark.parametrize("scene", FAILING, ids=str)
+def test_same_command_finishes_a_run_in_which_any_call_failed(
+    theatre: Theatre, scene: Scene, number: int
+) -> None:
+    _, places = theatre.play(scene, every=EVERY, errno=number)
+    wrong = [str(place) for place in places if place.problems]
     assert not wrong, f"{len(wrong)} of {len(places)} places:\n" + "\n".join(wrong[:20])
     assert all(place.hit for place in places)
     assert not theatre.sources.touched(), "a source was touched"

@@ -17,7 +17,6 @@ import fcntl
 import fnmatch
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -108,13 +107,6 @@ def mounted_network(root: Path, *, locks: bool = False) -> Iterator[Network]:
     finally:
         subprocess.run(["umount", "--lazy", os.fspath(point)], check=True)
         server.communicate(timeout=30)
-
-
-def remove_tree(folder: Path, seconds: float = 5.0) -> None:
-    """Remove a folder there; waits for files that a process which was killed had open."""
-    deadline = time.monotonic() + seconds
-    while folder.exists():
-        shutil.rmtree(folder, ignore_errors=time.monotonic() < deadline)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ JOURNAL_BYTES = 1 << 17
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "glmconv.json"
 NO_EXCHANGE = Refusal("renameat2", EINVAL, "RENAME_EXCHANGE")
+LATE = 2.0
+"""Seconds in which the files that a process had open are closed on a network filesystem."""
+
 TRIES = 4
 """Runs that may be spent on one place, should the scheduler make another call come first."""
 
@@ -128,7 +132,7 @@ class Place:
     problems: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return f"{self.scene}, killed before call {self.number}, {self.call}: {'; '.join(self.problems)}"
+        return f"{self.scene}, disturbed at call {self.number}, {self.call}: {'; '.join(self.problems)}"
 
 
 class Sources:
@@ -158,8 +162,11 @@ class Sources:
 class Stage:
     """Plays one scene in a folder of its own, with one server of runs."""
 
-    def __init__(self, scene: Scene, sources: Sources, folder: Path, commands: Commands) -> None:
+    def __init__(
+        self, scene: Scene, sources: Sources, folder: Path, commands: Commands, *, closes_late: bool = False
+    ) -> None:
         self.scene, self._sources, self._commands = scene, sources, commands
+        self.closes_late = closes_late
         self.parent = folder
         self.dst = folder / "deep" / "er" / "out" if scene.deep else folder / "out"
         self.unit = self.dst / "release" if scene.to == "megatron" else self.dst
@@ -169,17 +176,23 @@ class Stage:
         words: list[str | Path] = ["convert", self._sources.of(scene.to), self.dst, "--to", scene.to]
         return [*words, "-j", str(scene.workers), *(["--overwrite"] if scene.overwrite else [])]
 
-    def run(self, *, traced: bool = False, kill: int = 0) -> Run:
+    def run(self, *, traced: bool = False, kill: int = 0, fail: tuple[int, int] = (0, 0)) -> Run:
+        """The scene's command; killed before its ``kill``-th call, or with one call failing."""
         refusals = () if self.scene.exchange else (NO_EXCHANGE,)
         # Without an order to kill, only a refusal needs the tracer.
-        watched = [self.parent] if traced or kill or refusals else []
+        watched = [self.parent] if traced or kill or fail[0] or refusals else []
         return self._commands.run(
-            *self.arguments(), watched=watched, kill=kill, refusals=refusals, journal_bytes=JOURNAL_BYTES
+            *self.arguments(),
+            watched=watched,
+            kill=kill,
+            fail=fail,
+            refusals=refusals,
+            journal_bytes=JOURNAL_BYTES,
         )
 
     def prepare(self, middle: int) -> None:
         """Make the destination as the scene begins; ``middle`` is where an earlier run was killed."""
-        shutil.rmtree(self.parent, ignore_errors=True)
+        removed(self.parent)
         self.parent.mkdir(parents=True)
         if self.scene.overwrite:
             shutil.copytree(self._sources.standing(self.scene.to), self.dst)
@@ -273,13 +286,51 @@ def play(stage: Stage, calm: Calm, number: int) -> Place:
     if not place.hit:
         place.problems.append(f"never hit: {killed.code}, killed at {killed.killed_at}")
         return place
-    whole = _look_right_after(stage, calm, place.problems)
+    finish(stage, calm, place.problems)
+    return place
+
+
+def play_failure(stage: Stage, calm: Calm, number: int, errno: int) -> Place:
+    """Let the scene's ``number``-th call fail, look, run the same command again, look."""
+    place = Place(stage.scene, number, calm.calls[number - 1])
+    stage.prepare(calm.middle)
+    done = stage.run(fail=(number, errno))
+    place.runs, place.hit = 1, len(done.calls) >= number
+    judge_failed(done, place.problems)
+    finish(stage, calm, place.problems)
+    return place
+
+
+def judge_failed(done: Run, problems: list[str]) -> None:
+    """A run that met an error survived it, or ended with exit code 3 and words that help."""
+    if done.code not in (0, 3) or "Traceback" in done.err or (done.code and "try:" not in done.err):
+        problems.append(f"the run ends with {done.code}: {last_words(done)}")
+
+
+def last_words(done: Run) -> str:
+    """Its message on stderr; of a traceback, where it comes from and what it says."""
+    lines = done.err.strip().splitlines()
+    if "Traceback" not in done.err:
+        return " ".join(lines)
+    places = [line.strip() for line in lines if "/glmconv/" in line and line.strip().startswith("File ")]
+    return f"Traceback, {places[-1] if places else ''}: {lines[-1]}"
+
+
+def finish(stage: Stage, calm: Calm, problems: list[str]) -> None:
+    """Look at what a disturbed run left, run the same command again, and look at the end."""
+    whole = _look_right_after(stage, calm, problems)
     again = stage.run()
     finished = whole and again.code == 3 and "exists already" in again.err
     if again.code and not finished:
-        place.problems.append(f"the same command ends with {again.code}: {again.err.strip()}")
-    _look_in_the_end(stage, calm, place.problems)
-    return place
+        problems.append(f"the same command ends with {again.code}: {last_words(again)}")
+    _look_in_the_end(stage, calm, problems)
+
+
+def removed(folder: Path, seconds: float = 5.0) -> None:
+    """Remove a folder that may be on a network filesystem, where a killed process' files close late."""
+    deadline = time.monotonic() + seconds
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=time.monotonic() < deadline)
 
 
 def _alike(call: Call | None, other: Call) -> bool:
@@ -320,6 +371,9 @@ def _look_in_the_end(stage: Stage, calm: Calm, problems: list[str]) -> None:
     found = Unit.at(stage.unit)
     if found != calm.new:
         problems.append(f"in the end, other bytes: {_difference(found, calm.new)}")
+    deadline = time.monotonic() + LATE
+    while stage.names() != calm.names and time.monotonic() < deadline and stage.closes_late:
+        time.sleep(0.02)
     if stage.names() != calm.names:
         left, gone = sorted(stage.names() - calm.names), sorted(calm.names - stage.names())
         problems.append(f"in the end, left over {left}, missing {gone}")
@@ -374,8 +428,8 @@ class Theatre:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def play(self, scene: Scene, *, every: bool) -> tuple[Calm, list[Place]]:
-        """All places of a scene, or a sample, killed one after the other."""
+    def play(self, scene: Scene, *, every: bool, errno: int = 0) -> tuple[Calm, list[Place]]:
+        """All places of a scene, or a sample: killed there one after the other, or failing with ``errno``."""
         calm = calm_run(self._stage(scene, 0))
         numbers = list(range(1, len(calm.calls) + 1)) if every else chosen(calm.calls)
 
@@ -383,7 +437,7 @@ class Theatre:
             stage = self._stage(scene, server)
             places = []
             for number in numbers[server :: len(self._servers)]:
-                place = play(stage, calm, number)
+                place = play_failure(stage, calm, number, errno) if errno else play(stage, calm, number)
                 wrong = check_hashes(stage, self._servers[server])
                 place.problems += [wrong] if wrong else []
                 places.append(place)
