@@ -75,7 +75,12 @@ class Traced:
 
 
 def traced(work: Callable[[], int], orders: Orders) -> Traced:
-    """Fork, run ``work`` in the child (its result is the exit code) and follow it to its end."""
+    """Fork, run ``work`` in the child (its result is the exit code) and follow it to its end.
+
+    RuntimeError on a machine whose system calls are not known here.
+    """
+    if os.uname().machine != "x86_64":
+        raise RuntimeError("system calls are numbered for x86-64 only: see fs_calls")
     ready, go = os.pipe()
     pid = os.fork()
     if pid == 0:
