@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from tests.support.kill_scenes import Place, Scene, Theatre, scenes  # noqa: E402
+from tests.support.kill_plays import Place, Theatre  # noqa: E402
+from tests.support.kill_scenes import Scene, scenes  # noqa: E402
 
 
 def main(

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kill_scenes import Scene, Theatre, memory_folder, scenes
+from tests.support.kill_plays import Theatre
+from tests.support.kill_scenes import Scene, memory_folder, scenes
 
 EVERY = bool(os.environ.get("GLMCONV_KILL_EVERYWHERE"))
 

@@ -13,22 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fuse_fs import Fault, Network, mounted_network
+from tests.support.kill_plays import Calm, calm_run, chosen, finish, judge_failed, play
 from tests.support.kill_points import Commands
-from tests.support.kill_scenes import (
-    Calm,
-    Scene,
-    Sources,
-    Stage,
-    after_records,
-    calm_run,
-    chosen,
-    finish,
-    judge_failed,
-    memory_folder,
-    play,
-    removed,
-)
+from tests.support.kill_scenes import Scene, Sources, Stage, after_records, memory_folder, removed
+from tests.support.network import Fault, Network, mounted_network
 
 KINDS = ("megatron", "hf")
 FAULTS = {

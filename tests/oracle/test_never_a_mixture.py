@@ -27,7 +27,8 @@ from tests.support.kill_scenes import (
     memory_folder,
     tree,
 )
-from tests.support.situations import SITUATIONS, Pair, Words, Workshop
+from tests.support.pairs import Pair, Words, Workshop
+from tests.support.situations import SITUATIONS
 
 VOLATILE = ("bytes", "copying", "peak_rss_anon", "seconds")
 """What a manifest tells of the run itself: a resumed one has other figures."""

@@ -87,13 +87,14 @@ class Commands:
         *arguments: str | Path,
         watched: Iterable[Path] = (),
         kill: int = 0,
+        kill_at: tuple[Call, int] | None = None,
         fail: tuple[int, int] = (0, 0),
         refusals: Sequence[Refusal] = (),
         orderly: bool = True,
         journal_bytes: int = SMALL_JOURNAL,
     ) -> Run:
         """``glmconv ARGUMENTS``; traced when folders are ``watched`` (see :class:`Orders`)."""
-        orders = Orders([os.fspath(path) for path in watched], kill, fail, refusals, orderly)
+        orders = Orders([os.fspath(path) for path in watched], kill, kill_at, fail, refusals, orderly)
         request = {
             "arguments": [os.fspath(argument) for argument in arguments],
             "journal_bytes": journal_bytes,
@@ -168,7 +169,9 @@ def _command_line(arguments: list[str], journal_bytes: int, out: int, err: int) 
 def _serve(request: dict[str, Any]) -> dict[str, Any]:
     asked = request["orders"]
     refusals = [Refusal(**one) for one in asked.pop("refusals")]
-    orders = Orders(**asked | {"refusals": refusals, "fail": tuple(asked["fail"])})
+    chosen = asked.pop("kill_at")
+    kill_at = (Call(**chosen[0]), chosen[1]) if chosen else None
+    orders = Orders(**asked | {"refusals": refusals, "fail": tuple(asked["fail"]), "kill_at": kill_at})
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         descriptors = out.fileno(), err.fileno()
         work = functools.partial(_command_line, request["arguments"], request["journal_bytes"], *descriptors)

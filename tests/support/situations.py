@@ -1,192 +1,32 @@
-"""Pairs of commands, A and B, that differ in one thing: what a killed run of A may never be continued by."""
+"""Pairs of commands, A and B, that differ in one thing: a killed run of A may never be continued by B."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from tests.support.kill_points import Commands
-from tests.support.plain import Plain, edit_header, edit_json, plain, shards_of
-
-Words = tuple[str | Path, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two commands (what stands around the destination), and what is to be changed while B runs.
-
-    ``says``: a refusal of B holds one of these words. ``continues``: B is the same work and goes on.
-    ``lasting``: what was changed for B cannot be undone, so A cannot be asked again.
-    """
-
-    a: Words
-    b: Words
-    says: Sequence[str] = ()
-    turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    continues: bool = False
-    lasting: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Workshop:
-    """Where a pair's checkpoints are made, and who converts."""
-
-    folder: Path
-    commands: Commands
-
-    def hf(self, name: str = "src", model: str = "qwen3-untied", seed: int = 0, shards: int = 2) -> Path:
-        return made(model, seed, shards).write(self.folder / name)
-
-    def unit(self, *options: str, root: str = "root", seed: int = 0, model: str = "qwen3-untied") -> Path:
-        """A torch_dist made from a checkpoint of that seed; returns its root."""
-        source = self.folder / f"origin-of-{root}-{len(list(self.folder.iterdir()))}"
-        made(model, seed, 2).write(source)
-        done = self.commands.run("convert", source, self.folder / root, "--to", "megatron", *options)
-        assert done.code == 0, done.err
-        return self.folder / root
-
-    def variant(self, of: Path, change: Callable[[Path], None], name: str = "variant") -> Path:
-        """A folder beside ``of`` that shares its files (hard links) but for what ``change`` does to it."""
-        shutil.copytree(of, self.folder / name, copy_function=os.link)
-        change(self.folder / name)
-        return self.folder / name
-
-    def swapped(self, place: Path, change: Callable[[Path], None], options: Words = (), *says: str) -> Pair:
-        """A reads ``place``; while B runs, a variant of it stands there (what is alike is linked)."""
-        other = self.variant(place, change, f"{place.name}-variant")
-        words = (
-            "--to",
-            "hf" if (place / "latest_checkpointed_iteration.txt").exists() else "megatron",
-            *options,
-        )
-        return Pair((place, *words), (place, *words), says, lambda: exchanged(place, other))
-
-
-def made(model: str, seed: int, shards: int = 2) -> Plain:
-    """A sound checkpoint, other weights for another seed."""
-    result = plain(model)
-    result.shards = shards
-    for name in list(result.tensors) if seed else ():
-        tensor = result.tensors[name]
-        result.add(name, tensor.shape, tensor.dtype)
-    return result
-
-
-@contextmanager
-def exchanged(place: Path, other: Path) -> Iterator[None]:
-    """``other`` stands at ``place``; files keep their inodes and times."""
-    away = place.with_name(f"{place.name}-away")
-    place.rename(away)
-    other.rename(place)
-    try:
-        yield
-    finally:
-        place.rename(other)
-        away.rename(place)
-
-
-def rewritten(path: Path, data: bytes, *, same_time: bool = False) -> None:
-    """Put another file, with this content, where a shared one is."""
-    before = path.stat()
-    path.unlink()
-    path.write_bytes(data)
-    if same_time:
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def other_bytes(path: Path) -> bytes:
-    """A safetensors file with other numbers in every tensor: what was copied before a kill shows them too."""
-    data = bytearray(path.read_bytes())
-    for at in range(8 + int.from_bytes(data[:8], "little"), len(data), 32):
-        data[at] ^= 1
-    return bytes(data)
-
-
-def _shard(at: int, *, same_time: bool = False) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = shards_of(folder)[at]
-        rewritten(path, other_bytes(path), same_time=same_time)
-
-    return change
-
-
-def _all_shards(folder: Path) -> None:
-    for at in range(len(shards_of(folder))):
-        _shard(at)(folder)
-
-
-def _touched(folder: Path) -> None:
-    path = shards_of(folder)[0]
-    rewritten(path, path.read_bytes())
-
-
-def _header(same_size: bool) -> Callable[[Path], None]:
-    """Other metadata in a shard's header; at the same size also at the same time."""
-
-    def change(folder: Path) -> None:
-        path = shards_of(folder)[0]
-        before = path.stat()
-        rewritten(path, path.read_bytes())
-        if same_size:
-            content = path.read_bytes()
-            path.write_bytes(content.replace(b'"format":"pt"', b'"format":"np"', 1))
-            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-        else:
-            edit_header(path, lambda header: header["__metadata__"].update({"step": "2000"}))
-
-    return change
-
-
-def _swapped_shards(folder: Path) -> None:
-    """Each shard has the other's name, and the index says so."""
-    first, second = shards_of(folder)
-    for path, name in ((first, "a"), (second, "b")):
-        path.rename(folder / name)
-    (folder / "a").rename(second)
-    (folder / "b").rename(first)
-    index = folder / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    names = {first.name: second.name, second.name: first.name}
-    content["weight_map"] = {tensor: names[file] for tensor, file in content["weight_map"].items()}
-    rewritten(index, json.dumps(content, indent=1).encode())
-
-
-def _replaced_by(other: Path) -> Callable[[Path], None]:
-    """All weights files are those of another checkpoint."""
-
-    def change(folder: Path) -> None:
-        for path in (*shards_of(folder), *folder.glob("*.index.json")):
-            path.unlink()
-        for path in (*shards_of(other), *other.glob("*.index.json")):
-            shutil.copy2(path, folder / path.name)
-
-    return change
-
-
-def _json(name: str, field_name: str, value: object) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / name
-        rewritten(path, path.read_bytes())
-        edit_json(path, lambda content: content.__setitem__(field_name, value))
-
-    return change
-
-
-def _content(name: str, data: bytes, *, same_time: bool = False) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        if (folder / name).exists():
-            rewritten(folder / name, data, same_time=same_time)
-        else:
-            (folder / name).write_bytes(data)
-
-    return change
-
+from tests.support.pairs import (
+    Pair,
+    Words,
+    Workshop,
+    all_shards,
+    content,
+    exchanged,
+    header,
+    json_field,
+    made,
+    other_bytes,
+    replaced_by,
+    rewritten,
+    shard,
+    swapped_shards,
+    touched,
+)
+from tests.support.plain import shards_of
 
 Maker = Callable[[Workshop], Pair]
 SITUATIONS: dict[str, Maker] = {}
@@ -228,20 +68,24 @@ def _(shop: Workshop) -> Pair:
 
 
 for _name, _change, _says in (
-    ("all shards replaced", _all_shards, "model-0000"),
-    ("the first shard replaced", _shard(0), "model-00001"),
-    ("the last shard replaced", _shard(1), "model-00002"),
-    ("the last shard replaced, size and time as before", _shard(1, same_time=True), "model-00002"),
-    ("a shard touched", _touched, "model-00001"),
-    ("another header", _header(False), "model-00001"),
-    ("another header of the same size and time", _header(True), "model-00001"),
-    ("shards swapped", _swapped_shards, "model-0000"),
-    ("another epsilon in config.json", _json("config.json", "rms_norm_eps", 3e-6), "config"),
-    ("another rope base in config.json", _json("config.json", "rope_theta", 54321.0), "config"),
-    ("another initializer range in config.json", _json("config.json", "initializer_range", 0.03), "config"),
-    ("another tokenizer", _content("tokenizer.json", b"[]\n"), "tokenizer"),
-    ("another tokenizer at the same time", _content("tokenizer.json", b"[]\n", same_time=True), "tokenizer"),
-    ("one side file more", _content("generation_config.json", b"{}"), "generation_config"),
+    ("all shards replaced", all_shards, "model-0000"),
+    ("the first shard replaced", shard(0), "model-00001"),
+    ("the last shard replaced", shard(1), "model-00002"),
+    ("the last shard replaced, size and time as before", shard(1, same_time=True), "model-00002"),
+    ("a shard touched", touched, "model-00001"),
+    ("another header", header(False), "model-00001"),
+    ("another header of the same size and time", header(True), "model-00001"),
+    ("shards swapped", swapped_shards, "model-0000"),
+    ("another epsilon in config.json", json_field("config.json", "rms_norm_eps", 3e-6), "config"),
+    ("another rope base in config.json", json_field("config.json", "rope_theta", 54321.0), "config"),
+    (
+        "another initializer range",
+        json_field("config.json", "initializer_range", 0.03),
+        "config",
+    ),
+    ("another tokenizer", content("tokenizer.json", b"[]\n"), "tokenizer"),
+    ("another tokenizer at the same time", content("tokenizer.json", b"[]\n", same_time=True), "tokenizer"),
+    ("one side file more", content("generation_config.json", b"{}"), "generation_config"),
     ("one side file less", lambda folder: (folder / "LICENSE").unlink(), "LICENSE"),
 ):
     _keep(
@@ -252,12 +96,12 @@ for _name, _change, _says in (
 
 @situation("the same weights in three shards")
 def _(shop: Workshop) -> Pair:
-    return shop.swapped(shop.hf(), _replaced_by(shop.hf("three", shards=3)), (), "model-0000", "src")
+    return shop.swapped(shop.hf(), replaced_by(shop.hf("three", shards=3)), (), "model-0000", "src")
 
 
 @situation("the same weights in one file")
 def _(shop: Workshop) -> Pair:
-    return shop.swapped(shop.hf(), _replaced_by(shop.hf("one", shards=1)), (), "model", "src")
+    return shop.swapped(shop.hf(), replaced_by(shop.hf("one", shards=1)), (), "model", "src")
 
 
 @situation("a shard changed in place, size and time as before")
@@ -376,7 +220,7 @@ def _(shop: Workshop) -> Pair:
 @situation("the checkpoint to fill from, replaced")
 def _(shop: Workshop) -> Pair:
     poor, fill = _poor(shop), shop.hf("fill", "glm-5.2", seed=1)
-    other = shop.variant(fill, _shard(1, same_time=True))
+    other = shop.variant(fill, shard(1, same_time=True))
     words = (poor, *MEGATRON, "--fill-missing-from", fill)
     return Pair(words, words, ("fill",), lambda: exchanged(fill, other))
 
@@ -441,8 +285,8 @@ def _pickled_again(root: Path) -> None:
 
 for _name, _change, _says in (
     ("other bytes of .metadata", _pickled_again, ".metadata"),
-    ("another config", _json("release/hf/config.json", "rms_norm_eps", 3e-6), "config"),
-    ("another tokenizer", _content("release/hf/tokenizer.json", b"[]\n", same_time=True), "tokenizer"),
+    ("another config", json_field("release/hf/config.json", "rms_norm_eps", 3e-6), "config"),
+    ("another tokenizer", content("release/hf/tokenizer.json", b"[]\n", same_time=True), "tokenizer"),
 ):
     _keep(
         f"from torch_dist: {_name}",
@@ -454,7 +298,7 @@ for _name, _change, _says in (
 def _(shop: Workshop) -> Pair:
     root, one = shop.unit(), shop.hf("origin_1")
     shutil.rmtree(root / "release" / "hf")
-    two = shop.variant(one, _content("tokenizer.json", b"[]\n"), "origin_2")
+    two = shop.variant(one, content("tokenizer.json", b"[]\n"), "origin_2")
     words = (root, "--to", "hf", "--origin-hf-dir")
     return Pair((*words, one), (*words, two), ("origin_1", "origin_2", "tokenizer"))
 
@@ -463,7 +307,7 @@ def _(shop: Workshop) -> Pair:
 def _(shop: Workshop) -> Pair:
     root, origin = shop.unit(), shop.hf("origin")
     shutil.rmtree(root / "release" / "hf")
-    other = shop.variant(origin, _json("config.json", "rms_norm_eps", 3e-6))
+    other = shop.variant(origin, json_field("config.json", "rms_norm_eps", 3e-6))
     words = (root, "--to", "hf", "--origin-hf-dir", origin)
     return Pair(words, words, ("origin", "config"), lambda: exchanged(origin, other))
 

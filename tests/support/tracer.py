@@ -53,12 +53,14 @@ class Refusal:
 class Orders:
     """What to do with a run.
 
-    Only calls on paths under ``watched`` count; ``kill`` is the number (from 1) of the call that the
-    child is killed at, before it is made; ``fail`` the number of one that fails, with an errno.
+    Only calls on paths under ``watched`` count, and paths are told from there. ``kill`` is the number
+    (from 1) of the call that the child is killed at, before it is made; ``kill_at`` is that call, and
+    the how-manieth of its kind; ``fail`` is the number of one that fails, with an errno.
     """
 
     watched: Sequence[str]
     kill: int = 0
+    kill_at: tuple[Call, int] | None = None
     fail: tuple[int, int] = (0, 0)
     refusals: Sequence[Refusal] = ()
     orderly: bool = True
@@ -99,9 +101,17 @@ def traced(work: Callable[[], int], orders: Orders) -> Traced:
         return _Follower(pid, orders).follow()
     except BaseException:
         os.kill(pid, signal.SIGKILL)
+        _reap(pid)
         raise
     finally:
         os.close(go)
+
+
+def _reap(pid: int) -> None:
+    """Take the rest of a killed child's events, so that the next run does not see them."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, _ALL_THREADS)[0] != pid:
+            pass
 
 
 def _ptrace(request: int, pid: int, address: int, data: int) -> int:
@@ -212,11 +222,11 @@ class _Follower:
         """Let the eldest stopped thread make its call, or fail, or kill the child before it."""
         tid = min(self._held, key=self._threads.__getitem__)
         call = self._held.pop(tid)
-        path, other = (anonymous(text, self._pid) for text in (call.path, call.other))
+        path, other = (self._brief(text) for text in (call.path, call.other))
         plain = Call(call.name, path, call.detail, other)
         self._result.calls.append(plain)
         number = len(self._result.calls)
-        if number == self._orders.kill:
+        if number == self._orders.kill or self._is_chosen(plain):
             self._result.killed_at = plain
             os.kill(self._pid, signal.SIGKILL)
             return
@@ -224,6 +234,15 @@ class _Follower:
         if errno:
             _skip(tid, errno)
         self._go_on(tid)
+
+    def _brief(self, path: str) -> str:
+        for root in self._watched:
+            path = path.removeprefix(root)
+        return anonymous(path, self._pid)
+
+    def _is_chosen(self, call: Call) -> bool:
+        chosen = self._orders.kill_at
+        return chosen is not None and call == chosen[0] and self._result.calls.count(call) == chosen[1]
 
     def _refusal(self, call: Call) -> int:
         for at, refusal in enumerate(self._orders.refusals):

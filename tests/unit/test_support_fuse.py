@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fuse_fs import Fault, Network, mounted_network
+from tests.support.network import Fault, Network, mounted_network
 
 pytestmark = pytest.mark.slow
 
