@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from glmconv.bridge import Bridge
-from glmconv.dtypes import DType
+from glmconv.config import DTYPE_FIELDS
+from glmconv.dtypes import BY_TORCH_NAME, DType
 from glmconv.errors import DataError, Defect, UsageError
 from glmconv.hf.origin import Origin
 from glmconv.hf.reader import HfCheckpoint, open_hf
@@ -69,6 +71,14 @@ class Source:
     @property
     def table(self) -> Table:
         return self.bridge.table
+
+    @property
+    def bulk_dtype(self) -> DType:
+        """The dtype that most parameters are stored in; the config's where there are none."""
+        counts: Counter[DType] = Counter()
+        for located in self.tensors.values():
+            counts[located.dtype] += prod(located.tensor.shape)
+        return counts.most_common(1)[0][0] if counts else BY_TORCH_NAME[self.spec.dtype]
 
     def require_sound(self) -> None:
         """Raise DataError listing every defect, where there are any."""
@@ -258,6 +268,21 @@ def settle(source: Source, found: Found, options: SourceOptions) -> None:
             )
         )
     source.defects += [Defect("missing", f"shape {list(t.shape)}", t.name) for t in missing.values()]
+    _compare_dtype(source)
+
+
+def _compare_dtype(source: Source) -> None:
+    """Say it where the config names another dtype than the weights have: what loads by it casts them."""
+    held = source.bulk_dtype
+    blocks = [block for block in (source.config, source.config.get("text_config")) if isinstance(block, dict)]
+    said = {
+        name: str(block[name]) for block in blocks for name in DTYPE_FIELDS if block.get(name) is not None
+    }
+    for name, value in said.items():
+        if value.removeprefix("torch.") != held.torch_name:
+            what = f"says {value}, most of the weights are {held.label}"
+            hint = f"a config.json that is written says {held.torch_name}; --dtype {value} casts the weights"
+            source.warnings.append(Defect("dtype", what, f"config.json: {name}", hint, "warning"))
 
 
 def _fill(source: Source, missing: dict[str, Any], path: Path) -> None:
