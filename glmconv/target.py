@@ -171,10 +171,11 @@ def literal_file(path: str, data: bytes) -> TargetFile:
 
 def config_changes(source: Source, cast: DType | None, drop_mtp: bool) -> dict[str, Any]:
     """Fields of ``config.json`` that no longer describe the weights, with their new values."""
-    changes: dict[str, Any] = {}
+    changes = dict(source.changes)
     if cast is not None and cast.torch_name != source.spec.dtype:
         fields = [name for name in ("dtype", "torch_dtype") if name in source.config] or ["torch_dtype"]
         changes |= dict.fromkeys(fields, cast.torch_name)
-    if drop_mtp and source.bridge.mtp_field is not None:
-        changes[source.bridge.mtp_field] = 0
+    field = source.bridge.mtp_field
+    if drop_mtp and field is not None and source.config.get(field) != 0:
+        changes[field] = 0
     return changes

@@ -184,7 +184,7 @@ def remount(point: Path, options: str) -> None:
 def many_files() -> Plain:
     """Side files that take a page each: a disk can be too small for them though the bytes fit."""
     made = plain("qwen3")
-    made.side |= {f"note-{i}.txt": b"x" for i in range(60)}
+    made.side |= {f"note-{i}.md": b"x" for i in range(60)}
     return made
 
 
