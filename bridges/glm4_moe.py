@@ -15,7 +15,7 @@ from glmconv.config import (
     count_mtp_layers,
     sigmoid_experts,
 )
-from glmconv.spec import ModelSpec, Rope
+from glmconv.spec import ModelSpec
 from mappings.glm4_moe import TABLE
 
 
@@ -29,6 +29,8 @@ def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
     heads = reader.natural("num_attention_heads", most=MAX_HEADS)
     groups = reader.natural("num_key_value_heads", most=MAX_HEADS)
     reader.divides(heads, groups, "num_attention_heads over num_key_value_heads")
+    reader.alike("layer_types", ("full_attention",), "the family's attention is full in every layer")
+    max_positions = reader.natural("max_position_embeddings")
     spec = ModelSpec(
         model_type="glm4_moe",
         num_layers=num_layers,
@@ -40,20 +42,22 @@ def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
         vocab_size=reader.natural("vocab_size"),
         norm_eps=reader.number("rms_norm_eps", positive=True),
         tied=reader.flag("tie_word_embeddings", False),
-        rope=Rope(reader.rope_theta(), reader.rope_factor(0.5), False, reader.rope_scaling()),
-        max_positions=reader.natural("max_position_embeddings"),
+        rope=reader.rope(max_positions, partial=0.5),
+        max_positions=max_positions,
         qkv_bias=reader.flag("attention_bias", False),
         qk_norm=reader.flag("use_qk_norm", False),
         moe=moe,
         moe_layers=moe_layers,
         num_mtp=reader.natural(
             "num_nextn_predict_layers",
+            "num_mtp_layers",
             default=count_mtp_layers(shapes, num_layers),
             least=0,
             most=MAX_MTP_LAYERS,
         ),
         dtype=reader.dtype(),
         raw=dict(config),
+        remarks=reader.remarks(),
     )
     reader.finish()
     return spec

@@ -15,8 +15,15 @@ from glmconv.config import (
     count_mtp_layers,
     sigmoid_experts,
 )
-from glmconv.spec import Dsa, Mla, ModelSpec, Rope
+from glmconv.spec import Dsa, Mla, ModelSpec
 from mappings.glm_moe_dsa import TABLE
+
+INERT = {
+    "head_dim": "the sizes of latent attention are qk_nope, qk_rope and v_head_dim; GLM-5.2 writes 192 here",
+    "index_share_for_mtp_iteration": "how an engine drafts several tokens with one MTP layer",
+}
+KINDS = ("indexed_attention", "full_attention")
+"""``layer_types`` as transformers writes it for the family, and as it writes it for any other."""
 
 
 def _moe_layers(reader: ConfigReader, num_layers: int) -> tuple[bool, ...]:
@@ -53,6 +60,29 @@ def _express(full: tuple[bool, ...]) -> tuple[int, int] | None:
     return (freq, offset) if offset and _by_frequency(len(full), freq, offset) == full else None
 
 
+def _pattern(reader: ConfigReader, num_layers: int) -> tuple[bool, ...] | None:
+    """``index_topk_pattern``: a text of the letters F and S, or a list of the words of ``indexer_types``.
+
+    transformers takes a list as it is, so in a list of letters no entry says ``shared`` and every
+    layer would compute: that is refused.
+    """
+    value, letters = reader.get("index_topk_pattern"), {"F": True, "S": False}
+    words = {"full": True, "shared": False}
+    known: dict[str, bool] = letters if isinstance(value, str) else words
+    if value is None:
+        return None
+    if isinstance(value, (str, list)) and len(value) == num_layers:
+        entries = [known.get(one) if isinstance(one, str) else None for one in value]
+        if None not in entries:
+            return tuple(entry is True for entry in entries)
+    reader.problem(
+        f"must be a text of {num_layers} letters F or S, or a list of as many words, full or shared",
+        "index_topk_pattern",
+        "transformers takes every entry of a list that is not the word shared for a full one",
+    )
+    return None
+
+
 def _schedule(reader: ConfigReader, num_layers: int) -> tuple[tuple[bool, ...], int, int]:
     """Which layers compute an index: ``indexer_types``, ``index_topk_pattern`` or freq and offset.
 
@@ -62,17 +92,13 @@ def _schedule(reader: ConfigReader, num_layers: int) -> tuple[tuple[bool, ...], 
     offset = reader.natural("index_skip_topk_offset", default=2, least=0)
     listed: tuple[bool, ...] | None = None
     types = reader.words("indexer_types", num_layers, ("full", "shared"))
-    pattern = reader.config.get("index_topk_pattern")
+    pattern = _pattern(reader, num_layers)
     if types is not None:
         listed = tuple(kind == "full" for kind in types)
-    elif (
-        isinstance(pattern, (str, list))
-        and len(pattern) == num_layers
-        and all(letter in ("F", "S") for letter in pattern)
-    ):
-        listed = tuple(letter == "F" for letter in pattern)
+        if pattern is not None and pattern != listed:
+            reader.problem("contradicts indexer_types", "index_topk_pattern")
     elif pattern is not None:
-        reader.problem(f"must be {num_layers} letters F or S", "index_topk_pattern")
+        listed = pattern
     if listed is None:
         full = _by_frequency(num_layers, freq, offset)
         if not full[0]:
@@ -116,7 +142,24 @@ def _mla(reader: ConfigReader, shapes: Shapes) -> Mla:
     return mla
 
 
+def _interleaved(reader: ConfigReader) -> bool:
+    """Whether the main attention rotates pairs of channels; both runtimes do, whatever the config says."""
+    interleaved = reader.flag("rope_interleave", True)
+    if not interleaved:
+        what = "transformers ignores it, and megatron-core's latent attention rotates pairs of channels too"
+        reader.changes_forward("rope_interleave", False, what)
+    return interleaved
+
+
 def _dsa(reader: ConfigReader, num_layers: int, mla: Mla) -> Dsa:
+    interleave = reader.flag("indexer_rope_interleave", True)
+    if not interleave:
+        reader.changes_forward(
+            "indexer_rope_interleave",
+            False,
+            "transformers ignores it and rotates pairs of channels in the indexer, where a Megatron runtime "
+            "that reads it rotates halves: the two select other tokens",
+        )
     full, freq, offset = _schedule(reader, num_layers)
     dsa = Dsa(
         num_heads=reader.natural("index_n_heads", most=MAX_HEADS),
@@ -125,7 +168,7 @@ def _dsa(reader: ConfigReader, num_layers: int, mla: Mla) -> Dsa:
         full=full,
         freq=freq,
         offset=offset,
-        rope_interleave=reader.flag("indexer_rope_interleave", True),
+        rope_interleave=interleave,
     )
     if dsa.head_dim <= mla.qk_rope_head_dim:
         reader.problem(f"must be larger than qk_rope_head_dim {mla.qk_rope_head_dim}", "index_head_dim")
@@ -134,7 +177,7 @@ def _dsa(reader: ConfigReader, num_layers: int, mla: Mla) -> Dsa:
 
 def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
     """Validate a GLM-5 config; ``shapes`` are the HF files' tensors where there are any."""
-    reader = ConfigReader(config)
+    reader = ConfigReader(config, inert=INERT)
     num_layers = reader.natural("num_hidden_layers", most=MAX_LAYERS)
     mla = _mla(reader, shapes)
     moe_layers = _moe_layers(reader, num_layers)
@@ -142,6 +185,11 @@ def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
     if reader.flag("attention_bias", False):
         reader.problem("the family's attention has no bias", "attention_bias")
     heads = reader.natural("num_attention_heads", most=MAX_HEADS)
+    groups = reader.natural("num_key_value_heads", default=heads, most=MAX_HEADS)
+    if groups != heads:
+        reader.changes_forward("num_key_value_heads", groups, f"latent attention has {heads}, one a head")
+    max_positions = reader.natural("max_position_embeddings")
+    reader.alike("layer_types", KINDS, "the family's attention is sparse in every layer")
     spec = ModelSpec(
         model_type="glm_moe_dsa",
         num_layers=num_layers,
@@ -153,20 +201,22 @@ def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
         vocab_size=reader.natural("vocab_size"),
         norm_eps=reader.number("rms_norm_eps", positive=True),
         tied=reader.flag("tie_word_embeddings", False),
-        rope=Rope(reader.rope_theta(), 1.0, reader.flag("rope_interleave", True), reader.rope_scaling()),
-        max_positions=reader.natural("max_position_embeddings"),
+        rope=reader.rope(max_positions, interleaved=_interleaved(reader), yarn=True),
+        max_positions=max_positions,
         mla=mla,
         moe=moe,
         moe_layers=moe_layers,
         dsa=_dsa(reader, num_layers, mla),
         num_mtp=reader.natural(
             "num_nextn_predict_layers",
+            "num_mtp_layers",
             default=count_mtp_layers(shapes, num_layers),
             least=0,
             most=MAX_MTP_LAYERS,
         ),
         dtype=reader.dtype(),
         raw=dict(config),
+        remarks=reader.remarks(),
     )
     reader.finish()
     return spec

@@ -6,9 +6,54 @@ from collections.abc import Mapping
 from typing import Any
 
 from glmconv.bridge import Bridge
-from glmconv.config import MAX_HEADS, MAX_LAYERS, ConfigReader, Shapes, check_experts, check_routing
-from glmconv.spec import ModelSpec, Moe, Rope
+from glmconv.config import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    ConfigReader,
+    Neutral,
+    Shapes,
+    check_experts,
+    check_routing,
+)
+from glmconv.spec import ModelSpec, Moe
 from mappings.qwen3 import DENSE_TABLE, MOE_TABLE
+
+NEUTRAL = {"use_qk_norm": Neutral((True,), "the family always norms q and k")}
+MOE_NEUTRAL = NEUTRAL | {"n_shared_experts": Neutral((0,), "the Megatron model has no shared expert")}
+
+WINDOW = 4096
+FIRST_WINDOWED = 28
+"""``sliding_window`` and ``max_window_layers`` where the config does not say (transformers' classes)."""
+
+
+def _full_attention(reader: ConfigReader, num_layers: int, max_positions: int, dense: bool) -> None:
+    """Remark on local attention that is switched on; the numbers of one that is off mean nothing.
+
+    In a dense model layers from ``max_window_layers`` on, or those of ``layer_types``, are local; in one
+    with experts all are, and transformers reads neither of the two.
+    """
+    on = reader.flag("use_sliding_window", False)
+    null = "sliding_window" in reader.config and not reader.has("sliding_window")
+    window = reader.natural("sliding_window", default=WINDOW) if on and not null else None
+    local = list(range(num_layers))
+    if dense:
+        first = reader.natural("max_window_layers", default=FIRST_WINDOWED, least=0)
+        kinds = reader.words("layer_types", num_layers, ("full_attention", "sliding_attention"))
+        local = local[first:]
+        if kinds is not None:
+            if window is None and "sliding_attention" in kinds:
+                reader.problem("has sliding_attention, but use_sliding_window is off", "layer_types")
+            local = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+    else:
+        reader.alike("layer_types", ("full_attention",), "the family's attention is alike in all layers")
+        reader.get("max_window_layers")
+    if window is not None and window < max_positions and local:
+        reader.changes_forward(
+            "use_sliding_window",
+            True,
+            f"attention in {len(local)} of {num_layers} layers is over {window} tokens (sliding_window); "
+            "the Megatron model attends to all",
+        )
 
 
 def _spec(
@@ -17,9 +62,12 @@ def _spec(
     heads = reader.natural("num_attention_heads", most=MAX_HEADS)
     groups = reader.natural("num_key_value_heads", most=MAX_HEADS)
     reader.divides(heads, groups, "num_attention_heads over num_key_value_heads")
+    num_layers = reader.natural("num_hidden_layers", most=MAX_LAYERS)
+    max_positions = reader.natural("max_position_embeddings")
+    _full_attention(reader, num_layers, max_positions, dense=moe is None)
     spec = ModelSpec(
         model_type=model_type,
-        num_layers=reader.natural("num_hidden_layers", most=MAX_LAYERS),
+        num_layers=num_layers,
         hidden_size=reader.natural("hidden_size"),
         num_heads=heads,
         num_groups=groups,
@@ -28,14 +76,15 @@ def _spec(
         vocab_size=reader.natural("vocab_size"),
         norm_eps=reader.number("rms_norm_eps", positive=True),
         tied=reader.flag("tie_word_embeddings", False),
-        rope=Rope(reader.rope_theta(), scaling=reader.rope_scaling()),
-        max_positions=reader.natural("max_position_embeddings"),
+        rope=reader.rope(max_positions),
+        max_positions=max_positions,
         qkv_bias=reader.flag("attention_bias", False),
         qk_norm=True,
         moe=moe,
         moe_layers=moe_layers,
         dtype=reader.dtype(),
         raw=dict(reader.config),
+        remarks=reader.remarks(),
     )
     reader.finish()
     return spec
@@ -43,14 +92,14 @@ def _spec(
 
 def read_dense_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
     """Validate a Qwen3 config."""
-    reader = ConfigReader(config)
+    reader = ConfigReader(config, neutral=NEUTRAL)
     return _spec(reader, "qwen3", reader.natural("intermediate_size"), None, ())
 
 
 def _moe_layers(reader: ConfigReader) -> tuple[bool, ...]:
     """``mlp_only_layers`` and ``decoder_sparse_step`` choose the dense layers (transformers)."""
     step = reader.natural("decoder_sparse_step", default=1)
-    dense = reader.config.get("mlp_only_layers") or []
+    dense = reader.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         reader.problem("must be a list of layer numbers", "mlp_only_layers")
         dense = []
@@ -60,7 +109,7 @@ def _moe_layers(reader: ConfigReader) -> tuple[bool, ...]:
 
 def read_moe_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
     """Validate a Qwen3-MoE config; ``shapes`` are the HF files' tensors where there are any."""
-    reader = ConfigReader(config)
+    reader = ConfigReader(config, neutral=MOE_NEUTRAL)
     moe_layers = _moe_layers(reader)
     experts = reader.natural("num_experts", "num_local_experts")
     check_experts(reader, shapes, "num_experts", experts, moe_layers)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from glmconv.fields import CHANGES_FORWARD
 from glmconv.spec import ModelSpec
 
 FORWARD_ONLY = frozenset(
@@ -45,7 +46,16 @@ def _text(value: Any) -> str:
 
 def differences(left: ModelSpec, right: ModelSpec) -> list[Difference]:
     """Every number that shapes or moves tensors, or changes the forward pass, and is not the same."""
-    return list(_differences("", left, right))
+    return [*_differences("", left, right), *_unlike_remarks(left, right)]
+
+
+def _unlike_remarks(left: ModelSpec, right: ModelSpec) -> Iterator[Difference]:
+    """What the configs say of the forward pass beyond the spec's numbers."""
+    said, other = (
+        {one.what for one in spec.remarks if one.kind == CHANGES_FORWARD} for spec in (left, right)
+    )
+    for what in sorted(said ^ other):
+        yield Difference(what, what in said, what in other, moves=False)
 
 
 def _differences(prefix: str, left: Any, right: Any) -> Iterator[Difference]:

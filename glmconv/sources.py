@@ -192,6 +192,7 @@ def open_hf_source(path: Path, options: SourceOptions) -> Source:
         hf_dir=path,
         origin=Origin.of(checkpoint),
     )
+    source.warnings += spec.remarks
     if options.drop_mtp:
         drop_surplus_mtp(source, found)
     explain_unused(source, found)

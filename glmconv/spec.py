@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from glmconv.errors import Defect
+
 
 @dataclass(frozen=True, slots=True)
 class Mla:
@@ -72,7 +74,11 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model, validated. Layer numbers are 0-based; MTP layers are counted apart."""
+    """One model, validated. Layer numbers are 0-based; MTP layers are counted apart.
+
+    ``remarks``: what the config says beyond these numbers, each key by its name
+    (``glmconv.fields.Fields.remarks``).
+    """
 
     model_type: str
     num_layers: int
@@ -95,6 +101,7 @@ class ModelSpec:
     num_mtp: int = 0
     dtype: str = "bfloat16"
     raw: Mapping[str, Any] = field(default_factory=dict)
+    remarks: tuple[Defect, ...] = ()
 
     def is_moe(self, layer: int) -> bool:
         """Whether decoder layer ``layer`` has experts; an MTP layer follows the last one."""

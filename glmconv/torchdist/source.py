@@ -126,6 +126,7 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
         stacked=layout.stacked,
         widened=read_widened(unit.path / MANIFEST_FILE),
     )
+    source.warnings += spec.remarks
     if tied:
         note_tied(source)
     if hf_dir != unit.path / HF_DIR:

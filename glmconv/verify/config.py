@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from glmconv.errors import UsageError
+from glmconv.fields import CHANGES_FORWARD
 from glmconv.spec import ModelSpec, Moe
 from glmconv.verify.align import INDEXER_NORM_EPSILON
 from glmconv.verify.parallel import SINGLE, Parallel
@@ -13,8 +15,6 @@ if TYPE_CHECKING:
     import torch
 
 PRECISIONS = ("fp32", "bf16")
-GROUP_SCORES = 2
-"""How many scores of a group transformers sums to choose the groups of a group-limited router."""
 
 
 def runtime_dialect() -> str:
@@ -50,8 +50,10 @@ def transformer_config(
     or ``per-layer`` as trainers that give ``moe_layer_freq`` as a list; a model of both kinds
     is always per layer. ``mtp=False`` leaves the MTP layers out.
 
-    Raises ``UsageError`` for what the installed megatron-core cannot run.
+    Raises ``UsageError`` for what the installed megatron-core cannot run, and for what ``spec``
+    remarks that no config of its carries.
     """
+    require_carried(spec)
     import torch
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -108,17 +110,22 @@ def _common(spec: ModelSpec, dtype: torch.dtype, parallel: Parallel) -> dict[str
     }
 
 
-def _plain_rope(spec: ModelSpec) -> None:
-    if spec.rope.scaling:
+def require_carried(*specs: ModelSpec) -> None:
+    """Raise UsageError naming each config key that changes the forward pass and is not carried to Megatron.
+
+    Models built without it would differ, or agree although neither computes what the config says.
+    """
+    remarks = {str(one): one for spec in specs for one in spec.remarks if one.kind == CHANGES_FORWARD}
+    if remarks:
         raise UsageError(
-            f"verify cannot run rope scaling {dict(spec.rope.scaling)!r}",
-            where=spec.model_type,
-            hint="remove the scaling on both sides: it does not concern the weights",
+            "the config says what the Megatron model cannot be told, so running both proves nothing",
+            where=specs[0].model_type,
+            defects=list(remarks.values()),
+            hint="to compare the weights alone, take the keys out of config.json in a copy of both sides",
         )
 
 
 def _grouped_query(spec: ModelSpec) -> dict[str, Any]:
-    _plain_rope(spec)
     return {
         "num_query_groups": spec.num_groups,
         "kv_channels": spec.head_dim,
@@ -129,7 +136,6 @@ def _grouped_query(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _mla(spec: ModelSpec) -> dict[str, Any]:
-    _plain_rope(spec)
     mla = spec.mla
     if mla is None:
         raise UsageError("a model without MLA has no MLA config", where=spec.model_type)
@@ -141,29 +147,38 @@ def _mla(spec: ModelSpec) -> dict[str, Any]:
         "v_head_dim": mla.v_head_dim,
         "kv_channels": mla.v_head_dim,
         "qk_layernorm": True,
-        "rope_type": "rope",
         "rotary_base": spec.rope.theta,
         "rotary_percent": spec.rope.partial_factor,
-        # The softmax scale of MLA reads these under every rope type; 1 and 0 leave it alone.
-        "rotary_scaling_factor": 1.0,
-        "mscale_all_dim": 0.0,
+        **_mla_rope(spec.rope.scaling),
     }
+
+
+YARN = {
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+"""YaRN's numbers in a Hugging Face config, and as fields of ``MLATransformerConfig``."""
+
+
+def _mla_rope(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """YaRN is the one scaling of latent attention; a bridge remarks on all others."""
+    # The softmax scale of MLA reads these under every rope type; 1 and 0 leave it alone.
+    plain = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+    if not scaling:
+        return plain
+    return {"rope_type": "yarn"} | {name: scaling[key] for key, name in YARN.items() if key in scaling}
 
 
 def _experts(spec: ModelSpec, moe: Moe, layer_keys: str) -> dict[str, Any]:
     """Routing and experts. A list of layers makes megatron-core save layer by layer."""
-    if moe.score_function == "sigmoid" and not moe.normalise and moe.top_k > 1:
-        raise UsageError("megatron-core always normalises sigmoid scores", where=spec.model_type)
     pattern = [int(spec.is_moe(layer)) for layer in range(spec.num_layers)]
     stacked = all(pattern) and layer_keys != "per-layer"
     if layer_keys == "stacked" and not stacked:
         raise UsageError("only a model whose layers are all alike has stacked keys", where=spec.model_type)
-    if moe.num_groups > 1 and moe.top_k // moe.top_k_groups != GROUP_SCORES:
-        raise UsageError(
-            f"the two runtimes choose groups of experts differently: megatron-core by the best "
-            f"{moe.top_k // moe.top_k_groups} scores of a group, transformers by the best {GROUP_SCORES}",
-            where=spec.model_type,
-        )
     groups = {"moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.top_k_groups}
     return {
         "num_moe_experts": moe.num_experts,

@@ -20,6 +20,7 @@ from glmconv.errors import DataError, Defect, UsageError
 from glmconv.sources import Source
 from glmconv.verify.capture import Choices, Result
 from glmconv.verify.hf_config import hf_config, skeleton_of
+from glmconv.verify.hf_path import ForwardPath
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -46,7 +47,6 @@ class HfSide:
         self.family = _family_class(decoder)
         self.layer_class = type(decoder.layers[0])
         self.norm_class = type(decoder.norm)
-        self.rotary = type(decoder.rotary_emb)(self.config).to(device)
         self.names = {
             part: _name_of(skeleton, module)
             for part, module in (
@@ -56,6 +56,7 @@ class HfSide:
                 ("layers", decoder.layers),
             )
         }
+        self.path = ForwardPath(decoder, self.config, device, choosing=self.spec.dsa is not None)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of ``[batch, seq]`` token ids."""
@@ -73,7 +74,7 @@ class HfSide:
         module = piece.get_submodule(name)
 
         def run(hidden: Tensor, shared: Tensor | None) -> Result:
-            return self._run(module, hidden, None if self.spec.has_indexer(number) else shared)
+            return self._run(module, number, hidden, None if self.spec.has_indexer(number) else shared)
 
         yield run
 
@@ -108,16 +109,15 @@ class HfSide:
         and of the ``eh_proj`` product: norm both inputs, join, project, run the block, norm
         (arXiv 2412.19437, section 2.2).
         """
-        name = f"{self.names['layers']}.{self.spec.num_layers + number}"
-        piece = self._load(
-            {name: lambda config: self._mtp_module(config, self.spec.num_layers + number)}, f"{name}."
-        )
+        layer = self.spec.num_layers + number
+        name = f"{self.names['layers']}.{layer}"
+        piece = self._load({name: lambda config: self._mtp_module(config, layer)}, f"{name}.")
         block: Any = piece.get_submodule(name)
 
         def run(embedded: Tensor, hidden: Tensor) -> Result:
             with torch.no_grad():
                 joined = block.eh_proj(torch.cat([block.enorm(embedded), block.hnorm(hidden)], dim=-1))
-            result = self._run(block, joined, None)
+            result = self._run(block, layer, joined, None)
             with torch.no_grad():
                 out = block.shared_head.norm(result.hidden)
             return Result(out, result.selection, result.selected, result.routing, result.router_bias)
@@ -139,23 +139,14 @@ class HfSide:
         made: nn.Module = self.norm_class(self.spec.hidden_size, eps=self.spec.norm_eps)
         return made
 
-    def _run(self, module: Any, hidden: Tensor, shared: Tensor | None) -> Result:
-        seq = hidden.shape[1]
-        positions = torch.arange(seq, device=hidden.device)[None]
-        mask = torch.full((seq, seq), torch.finfo(hidden.dtype).min, dtype=hidden.dtype, device=hidden.device)
-        options: dict[str, Any] = {} if self.spec.dsa is None else {"prev_topk_indices": shared}
-        choices = Choices(self.spec, hidden.shape[0], seq, self.index_topk, seq_first=False)
-        with torch.no_grad():
-            rotary = self.rotary(hidden, position_ids=positions)
-            with choices:
-                out = module(
-                    hidden,
-                    attention_mask=mask.triu(1)[None, None].expand(hidden.shape[0], -1, -1, -1),
-                    position_ids=positions,
-                    position_embeddings=rotary,
-                    use_cache=False,
-                    **options,
-                )
+    def _run(self, module: Any, number: int, hidden: Tensor, shared: Tensor | None) -> Result:
+        """Call layer ``number`` as the whole model calls it, but for the selection that it shares."""
+        options = self.path.arguments(number, hidden)
+        if self.spec.dsa is not None:
+            options["prev_topk_indices"] = shared
+        choices = Choices(self.spec, hidden.shape[0], hidden.shape[1], self.index_topk, seq_first=False)
+        with torch.no_grad(), choices:
+            out = module(hidden, **options)
         first = out[0] if isinstance(out, tuple) else out
         own = choices.selection
         bias = getattr(getattr(getattr(module, "mlp", None), "gate", None), "e_score_correction_bias", None)

@@ -14,10 +14,11 @@ from glmconv.sources import Source, SourceOptions
 from glmconv.spec import ModelSpec
 from glmconv.torchdist.location import detect_layout
 from glmconv.torchdist.location import locate as find_unit
+from glmconv.verify.config import require_carried
 
 PACKAGES = (("torch", "torch"), ("transformers", "transformers"), ("megatron.core", "megatron-core"))
 INSTALL = "pip install 'glmconv[verify]'"
-NOT_STRUCTURE = ("raw", "dtype", "max_positions", "num_mtp")
+NOT_STRUCTURE = ("raw", "remarks", "dtype", "max_positions", "num_mtp")
 """Fields in which two configs of one model may differ; MTP layers are compared by their tensors."""
 
 
@@ -80,7 +81,8 @@ def open_pair(hf: Path, megatron: Path, dialect: str | None = None) -> Pair:
 
     A torch_dist without a config of its own is read with that of the HF directory. MTP layers
     that the HF directory lacks are left out, with a warning. Raises DataError for checkpoints
-    that are not sound or are different models, UsageError for arguments in the wrong order.
+    that are not sound or are different models, UsageError for arguments in the wrong order and for
+    configs that say what cannot be carried to Megatron.
     """
     _require_kinds(hf, megatron)
     warnings = []
@@ -95,7 +97,10 @@ def open_pair(hf: Path, megatron: Path, dialect: str | None = None) -> Pair:
         options = replace(options, origin_hf_dir=hf)
     ours = open_source(megatron, options)
     _require_same_structure(theirs, ours)
+    require_carried(theirs.spec, ours.spec)
     ours.require_sound()
+    said = [*theirs.spec.remarks, *ours.spec.remarks]
+    warnings += dict.fromkeys(str(remark) for remark in said)
     return Pair(theirs, ours, unit, warnings)
 
 

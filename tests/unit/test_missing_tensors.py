@@ -269,6 +269,7 @@ class TestFill:
             ({"rms_norm_eps": 1e-5}, ("norm_eps: 1e-06 and 1e-05",)),
             ({"tie_word_embeddings": False}, ("tied: True and False",)),
             ({"num_hidden_layers": 6}, ("num_layers: 4 and 6",)),
+            ({"hidden_act": "gelu"}, ("hidden_act", "False and True")),
         ],
     )
     def test_another_model_of_the_family(
