@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from glmconv.shown import shown
+
 SHOWN_DEFECTS = 20
 
 
@@ -30,7 +32,7 @@ class Defect:
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
         hint = f" ({self.hint})" if self.hint else ""
-        return f"{place}{self.what}{hint}"
+        return shown(f"{place}{self.what}{hint}")
 
 
 class GlmconvError(Exception):
@@ -53,12 +55,12 @@ class GlmconvError(Exception):
         self.defects = tuple(defects)
 
     def __str__(self) -> str:
-        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        lines = [shown(f"{self.where}: {self.what}" if self.where else self.what)]
         lines += [f"  - {defect}" for defect in self.defects[:SHOWN_DEFECTS]]
         if len(self.defects) > SHOWN_DEFECTS:
             lines.append(f"  … and {len(self.defects) - SHOWN_DEFECTS} more")
         if self.hint:
-            lines.append(f"try: {self.hint}")
+            lines.append(shown(f"try: {self.hint}"))
         return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from glmconv.errors import StorageError, UsageError
 from glmconv.sources import Source, SourceOptions, open_hf_source
@@ -17,15 +18,20 @@ def open_source(path: Path, options: SourceOptions | None = None) -> Source:
     are listed in the source's ``defects``.
     """
     options = options or SourceOptions()
+    if kind_of(path) == "megatron":
+        return open_megatron_source(path, options)
+    return open_hf_source(path, options)
+
+
+def kind_of(path: Path) -> Literal["hf", "megatron"]:
+    """Which kind of checkpoint lies at a path. Raises UsageError, StorageError or DataError."""
     local_path(path)
     try:
         path.stat()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise StorageError(f"cannot open it: {reason}", where=str(path), hint="check the path") from error
-    if detect_layout(path) == "megatron":
-        return open_megatron_source(path, options)
-    return open_hf_source(path, options)
+    return detect_layout(path)
 
 
 def local_path(path: Path) -> None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from glmconv.dtypes import BY_LABEL, BY_TORCH_NAME, DType
 from glmconv.errors import DataError, Defect, UsageError
+from glmconv.filling import misfits
 from glmconv.hf.writer import draft_hf
 from glmconv.layout import Layout, hf_layout, megatron_layout, stacks_layers
 from glmconv.ledger import Ledger, Runs, prove
 from glmconv.plan import Plan, plan_digest
-from glmconv.rules import DIALECTS
+from glmconv.rules import BASE_DIALECT, DIALECTS
 from glmconv.sources import Source, SourceOptions
 from glmconv.target import Draft, DtypePolicy, config_changes
 from glmconv.torchdist.training_args import unsaid
@@ -27,13 +28,13 @@ MAX_ITERATION = 10**18
 class TargetOptions:
     """What to write. ``to`` None: the other kind than the source's.
 
-    ``dialect`` and ``layer_keys`` (``stacked``, ``per-layer``) hold for ``megatron``, so do
+    ``dialect`` (None: ``mcore``) and ``layer_keys`` (``stacked``, ``per-layer``) hold for ``megatron``, so do
     ``padded_vocab`` (rows) and ``iteration`` (None: a release). ``max_shard_size`` (bytes) holds
     for the HF layouts; without it the origin's own shards are kept where they are known.
     """
 
     to: str | None = None
-    dialect: str = "mcore"
+    dialect: str | None = None
     layer_keys: str | None = None
     padded_vocab: int | None = None
     iteration: int | None = None
@@ -84,6 +85,9 @@ def make_plan(source: Source, source_options: SourceOptions, options: TargetOpti
     cast = parse_dtype(options.dtype) if options.dtype else None
     layout = _layout(source, to, options)
     policy = DtypePolicy(to == "megatron", cast, source.widened if to != "megatron" else {})
+    unfit = list(misfits(source, policy))
+    if unfit:
+        raise DataError("filled tensors do not fit the run", where=str(source.path), defects=unfit)
     changes = config_changes(source, cast, source_options.drop_mtp)
     if to == "megatron":
         draft = draft_torch_dist(
@@ -108,12 +112,17 @@ def make_plan(source: Source, source_options: SourceOptions, options: TargetOpti
 def _check_options(to: str, options: TargetOptions, source: Source) -> None:
     if to not in TARGETS:
         raise UsageError(f"--to {to}: unknown layout", hint=f"one of {', '.join(TARGETS)}")
-    if options.dialect not in DIALECTS:
+    if options.dialect is not None and options.dialect not in DIALECTS:
         raise UsageError(
             f"--dialect {options.dialect}: unknown dialect", hint=f"one of {', '.join(DIALECTS)}"
         )
     if options.layer_keys not in (None, "stacked", "per-layer"):
         raise UsageError(f"--layer-keys {options.layer_keys}: unknown", hint="stacked or per-layer")
+    if to != "megatron" and options.dialect is not None:
+        raise UsageError(
+            f"--dialect {options.dialect}: {to} has no dialects",
+            hint="leave it away; --from-dialect is that of the source",
+        )
     if to != "megatron" and (options.layer_keys or options.padded_vocab or options.iteration is not None):
         raise UsageError("--layer-keys, --padded-vocab-size and --iteration are for --to megatron")
     if to == "megatron" and options.max_shard_size is not None:
@@ -132,14 +141,15 @@ def _check_options(to: str, options: TargetOptions, source: Source) -> None:
 def _layout(source: Source, to: str, options: TargetOptions) -> Layout:
     if to != "megatron":
         return hf_layout(source.table, source.spec, stacked_experts=to == "hf-stacked")
-    stacked = stacks_layers(source.table, source.spec, options.dialect)
+    dialect = options.dialect or BASE_DIALECT
+    stacked = stacks_layers(source.table, source.spec, dialect)
     if options.layer_keys == "stacked" and len(set(source.spec.moe_layers)) > 1:
         raise UsageError(
             "--layer-keys stacked: layers of different kinds cannot be one tensor", hint="leave it away"
         )
     if options.layer_keys is not None:
         stacked = options.layer_keys == "stacked"
-    return megatron_layout(source.table, source.spec, options.dialect, stacked)
+    return megatron_layout(source.table, source.spec, dialect, stacked)
 
 
 def _wanted(source: Source) -> Mapping[int, list[Runs]]:

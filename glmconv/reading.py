@@ -197,6 +197,9 @@ class Reader:
         if len(self._block) < rows * cols * size:
             self._block = bytearray(max(rows * cols, WINDOW) * size)
         bits: Bits = np.frombuffer(self._block, _UNSIGNED[size], rows * cols).reshape(rows, cols)
+        if located.zeros:
+            bits[:] = 0
+            return bits
         filled = 0
         for piece in located.pieces:
             top, bottom = max(row, piece.row), min(row + rows, piece.row + piece.rows)

@@ -18,6 +18,8 @@ from glmconv.planner import Planned
 class Report:
     """What a conversion did, or with ``dry_run`` would do. ``path`` is the published unit.
 
+    ``filled``: tensors taken from another checkpoint, with the file each comes from. ``config``: the
+    ``config.json`` that a torch_dist was understood by, where it is not the unit's own.
     ``finished_earlier``: an earlier run of the same plan had published the unit, and was killed before
     it ended. ``not_looked_at``: what a dry run leaves to the run.
     """
@@ -35,6 +37,8 @@ class Report:
     dropped: list[tuple[str, str, int]]
     warnings: list[Defect]
     plan_seconds: float
+    filled: dict[str, str] = field(default_factory=dict)
+    config: Path | None = None
     outcome: Outcome | None = None
     seconds: float = 0.0
     peak_rss_anon: int = 0
@@ -56,6 +60,8 @@ class Report:
             "ledger": {name: getattr(self.ledger, name) for name in Ledger.__slots__},
             "files": self.files,
             "widened": self.widened,
+            "filled": self.filled,
+            "config": None if self.config is None else str(self.config),
             "dropped": [{"name": n, "reason": r, "bytes": size} for n, r, size in self.dropped],
             "warnings": [str(warning) for warning in self.warnings],
             "plan_seconds": round(self.plan_seconds, 3),
@@ -85,6 +91,8 @@ def make_report(planned: Planned, src: Path, dst: Path, seconds: float) -> Repor
         dropped=[(one.name, one.reason, one.size) for one in plan.dropped],
         warnings=planned.warnings,
         plan_seconds=seconds,
+        filled=planned.source.filled,
+        config=planned.source.config_from,
     )
 
 
@@ -119,6 +127,8 @@ def make_manifest(planned: Planned, report: Report) -> dict[str, Any]:
         ],
         "options": {name: value for name, value in asdict(planned.options).items() if value is not None},
         "run": outcome.run if outcome else None,
+        "config": None if report.config is None else str(report.config.resolve()),
+        "filled": report.filled,
         "plan_digest": report.plan_digest,
         "dtype": planned.options.dtype,
         "widened": report.widened,

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from glmconv.transforms import Transform
 
 DIALECTS = ("mcore", "mcore-0.18", "slime", "miles")
-"""How tensors of a torch_dist checkpoint are named and ordered; ``mcore`` is the base of tables."""
+"""How tensors of a torch_dist checkpoint are named and ordered."""
+
+BASE_DIALECT = "mcore"
+"""The dialect that tables are written in; the others are overlays."""
 
 
 @dataclass(frozen=True, slots=True)

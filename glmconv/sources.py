@@ -15,22 +15,38 @@ from glmconv.dtypes import BY_TORCH_NAME, DType
 from glmconv.errors import DataError, Defect, UsageError
 from glmconv.hf.origin import Origin
 from glmconv.hf.reader import HfCheckpoint, open_hf
-from glmconv.layout import Layout, expand_drops, expand_tied, hf_layout
+from glmconv.layout import HfTensor, Layout, hf_layout
 from glmconv.plan import Blank, Dropped, Equal, SourceFile
 from glmconv.registry import get_bridge
-from glmconv.rules import Table
+from glmconv.rules import DIALECTS, UNTIED, Table
+from glmconv.same_model import differences
 from glmconv.spec import ModelSpec
 from glmconv.stored import Found, Located, StoredTensor, locate
+from glmconv.surplus import BY_DROP_MTP, drop_surplus_mtp, explain_unused
 
 MAX_LISTED = 8
 QUANTISATION_FIELDS = ("quantization_config", "compression_config")
+
+UNTIED_HINT = (
+    "config.json says that the head is no copy of the embedding; if the model is tied, correct its "
+    '"tie_word_embeddings" (for a torch_dist in a copy that --origin-hf-dir names)'
+)
+MTP_ADVICE = (
+    "--drop-mtp goes without MTP layers; --fill-missing-from HF_DIR takes them from another checkpoint of "
+    "the same model"
+)
+MISSING_ADVICE = (
+    "find the files that hold what is missing; --allow-missing NAME accepts one tensor's absence, which "
+    "leaves the result without it"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
     """How a checkpoint is to be understood; the defaults are strict.
 
-    ``allow_missing`` are exact Hugging Face names. ``fill_missing_from`` is an HF checkpoint.
+    ``allow_missing`` are exact Hugging Face names. ``fill_missing_from`` is an HF checkpoint of the
+    same model. ``dialect`` is that of a torch_dist which does not tell.
     ``origin_hf_dir`` holds config (and headers) for a torch_dist that carries none.
     """
 
@@ -41,10 +57,22 @@ class SourceOptions:
     allow_missing: frozenset[str] = frozenset()
     drop_mtp: bool = False
 
+    def check(self) -> None:
+        """Raise UsageError for what means nothing whatever the source is."""
+        if self.dialect is not None and self.dialect not in DIALECTS:
+            raise UsageError(
+                f"{self.dialect}: unknown dialect of a source", hint=f"one of {', '.join(DIALECTS)}"
+            )
+
 
 @dataclass(slots=True)
 class Source:
-    """A checkpoint, understood. ``tensors`` are found; ``missing`` are allowed to be."""
+    """A checkpoint, understood. ``tensors`` are found; ``missing`` are allowed to be.
+
+    ``config_from``: the ``config.json`` of a torch_dist, where it is not the unit's own.
+    ``filled`` are tensors from another checkpoint, each with the file it comes from. ``changes`` are
+    fields of ``config`` that the checkpoint itself has corrected. ``advice``: what to try.
+    """
 
     path: Path
     kind: str
@@ -65,7 +93,10 @@ class Source:
     origin: Origin | None = None
     stacked: bool = False
     widened: dict[str, DType] = field(default_factory=dict)
-    filled: list[str] = field(default_factory=list)
+    filled: dict[str, str] = field(default_factory=dict)
+    config_from: Path | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+    advice: str = "glmconv check shows the checkpoint tensor by tensor"
     trainer_bytes: int = 0
 
     @property
@@ -89,7 +120,7 @@ class Source:
             f"{len(self.defects)} things are wrong ({', '.join(kinds)})",
             where=str(self.path),
             defects=_interleaved(self.defects),
-            hint=_advice(kinds),
+            hint=self.advice,
         )
 
 
@@ -101,15 +132,6 @@ def _interleaved(defects: Iterable[Defect]) -> list[Defect]:
         ranked.append((seen[defect.kind], defect))
         seen[defect.kind] += 1
     return [defect for _, defect in sorted(ranked, key=lambda one: one[0])]
-
-
-def _advice(kinds: Iterable[str]) -> str:
-    if "missing" in kinds:
-        return (
-            "--fill-missing-from HF_DIR takes missing tensors from another checkpoint, --drop-mtp goes "
-            "without MTP layers, --allow-missing NAME accepts one tensor's absence"
-        )
-    return "glmconv check shows the checkpoint tensor by tensor"
 
 
 def family_of(config: Mapping[str, Any], model_type: str | None, where: Path) -> Bridge:
@@ -154,6 +176,14 @@ def open_hf_source(path: Path, options: SourceOptions) -> Source:
 
     Raises StorageError and DataError; what is missing or unexpected is listed in ``defects``.
     """
+    options.check()
+    if options.dialect is not None:
+        raise UsageError(
+            f"the source is said to be in the dialect {options.dialect}, but it is a Hugging Face "
+            "checkpoint, which has none",
+            where=str(path),
+            hint="leave the option away",
+        )
     checkpoint = open_hf(path)
     bridge = family_of(checkpoint.config, options.model_type, path)
     refuse_quantised(checkpoint.config, checkpoint.stored, path)
@@ -174,7 +204,9 @@ def open_hf_source(path: Path, options: SourceOptions) -> Source:
         origin=Origin.of(checkpoint),
     )
     source.warnings += spec.remarks
-    _explain_unused(source, found)
+    if options.drop_mtp:
+        drop_surplus_mtp(source, found)
+    explain_unused(source, found)
     settle(source, found, options)
     return source
 
@@ -184,81 +216,27 @@ def _hf_name(hub: Layout, stacked: Layout, checkpoint: HfCheckpoint) -> str:
     return "hf-stacked" if any(name in checkpoint.stored for name in own) else "hf"
 
 
-def _explain_unused(source: Source, found: Found) -> None:
-    """Sort unused tensors of an HF checkpoint into duplicates, drops and surprises."""
-    explain_layers(source, found.unused)
-    drops, tied = expand_drops(source.table, source.spec), expand_tied(source.table, source.spec)
-    for name, tensor in found.unused.items():
-        if name in tied:
-            _duplicate(source, tensor, tied[name])
-        elif name in drops:
-            source.dropped.append(Dropped(name, drops[name].reason, tensor.nbytes))
-            if drops[name].warn:
-                source.warnings.append(Defect("unused", drops[name].reason, name, severity="warning"))
-        else:
-            source.defects.append(
-                Defect("unexpected", f"{tensor.dtype.label}{list(tensor.shape)} belongs to no rule", name)
-            )
-
-
-def explain_layers(source: Source, unused: Iterable[str]) -> None:
-    """Say it in one line where the files hold more layers than the config promises."""
-    spec, table, field = source.spec, source.table, source.bridge.mtp_field
-    hf = source.kind == "hf"
-    axes = [(table.layer.hf if hf else table.layer.mcore, spec.num_layers + (spec.num_mtp if hf else 0))]
-    axes += [] if hf else [(table.mtp.mcore, spec.num_mtp)]
-    for axis, promised in axes:
-        head = axis.partition("{n}")[0]
-        numbers = {name[len(head) :].partition(".")[0] for name in unused if name.startswith(head)}
-        beyond = [
-            int(n) for n in numbers if n.isascii() and n.isdigit() and len(n) < 10 and int(n) >= promised
-        ]
-        if beyond:
-            mtp = "" if field is None else f" and {spec.num_mtp} MTP layers ({field})"
-            source.defects.append(
-                Defect(
-                    "unexpected",
-                    f"the files hold layer {max(beyond)}, config.json promises {spec.num_layers} layers{mtp}",
-                    f"{head}{min(beyond)}",
-                    "correct config.json if the layers belong to the model",
-                )
-            )
-
-
-def _duplicate(source: Source, tensor: StoredTensor, to: str) -> None:
-    """A duplicate is dropped, on condition that its bytes equal those of the tensor it repeats."""
-    other = source.stored.get(to)
-    if other is None or other.shape != tensor.shape or other.dtype is not tensor.dtype:
-        source.defects.append(Defect("duplicate", f"does not have the shape and dtype of {to}", tensor.name))
-        return
-    left, right = tensor.chunks[0], other.chunks[0]
-    source.equal.append(
-        Equal(tensor.name, to, left.file, left.offset, right.file, right.offset, tensor.nbytes)
-    )
-    source.dropped.append(Dropped(tensor.name, f"repeats {to}", tensor.nbytes))
-
-
 def settle(source: Source, found: Found, options: SourceOptions) -> None:
     """Drop MTP where asked, fill or allow what is missing, and note what stays wrong."""
     source.defects += found.defects
     source.dropped += found.padding
     source.blank += found.blank
     missing = {tensor.name: tensor for tensor in found.missing}
-    if options.drop_mtp and source.spec.num_mtp:
-        without = replace(source.spec, num_mtp=0)
-        kept = {tensor.name for tensor in hf_layout(source.table, without).tensors()}
-        for name in [name for name in source.tensors if name not in kept]:
-            one = source.tensors.pop(name)
-            size = sum(p.rows * p.cols for p in one.pieces) * one.dtype.itemsize
-            source.dropped.append(Dropped(name, "MTP layer, dropped by --drop-mtp", size))
-        missing = {name: tensor for name, tensor in missing.items() if name in kept}
-        source.spec = without
-    if options.fill_missing_from is not None and missing:
+    without = {one.name for one in hf_layout(source.table, replace(source.spec, num_mtp=0)).tensors()}
+    if options.drop_mtp:
+        missing = _drop_mtp(source, missing, without)
+    if options.fill_missing_from is not None:
         _fill(source, missing, options.fill_missing_from)
-    for name in [name for name in missing if name in options.allow_missing]:
-        source.missing.add(name)
-        del missing[name]
-        source.warnings.append(Defect("missing", "allowed by --allow-missing", name, severity="warning"))
+    for name in options.allow_missing:
+        if name in missing:
+            source.missing.add(name)
+            del missing[name]
+            what = "allowed by --allow-missing"
+        elif name in source.tensors:
+            what = "not missing, so --allow-missing does nothing"
+        else:
+            what = "no tensor of this model, so --allow-missing does nothing"
+        source.warnings.append(Defect("missing", what, name, severity="warning"))
     if source.spec.num_mtp and any(name.endswith(".eh_proj.weight") for name in missing):
         source.defects.append(
             Defect(
@@ -267,7 +245,13 @@ def settle(source: Source, found: Found, options: SourceOptions) -> None:
                 hint="transformers drops them when it loads and saves; use the original files, or --drop-mtp",
             )
         )
-    source.defects += [Defect("missing", f"shape {list(t.shape)}", t.name) for t in missing.values()]
+    heads = _head_tensors(source.table)
+    source.defects += [
+        Defect("missing", f"shape {list(tensor.shape)}", tensor.name, UNTIED_HINT if name in heads else "")
+        for name, tensor in missing.items()
+    ]
+    if missing:
+        source.advice = MTP_ADVICE if without.isdisjoint(missing) else MISSING_ADVICE
     _compare_dtype(source)
 
 
@@ -285,22 +269,49 @@ def _compare_dtype(source: Source) -> None:
             source.warnings.append(Defect("dtype", what, f"config.json: {name}", hint, "warning"))
 
 
-def _fill(source: Source, missing: dict[str, Any], path: Path) -> None:
-    """Take missing tensors from another HF checkpoint of the same shapes."""
-    other = open_hf(path)
-    first = len(source.files)
-    layouts = (
-        hf_layout(source.table, source.spec),
-        hf_layout(source.table, source.spec, stacked_experts=True),
-    )
-    found = locate(layouts, other.stored)
-    taken = [name for name in missing if name in found.tensors]
-    if taken:
-        source.files += other.files
-    for name in taken:
-        one = found.tensors[name]
-        pieces = tuple(replace(piece, file=piece.file + first) for piece in one.pieces)
+def _head_tensors(table: Table) -> set[str]:
+    """Names of the tensors that a tied model has not."""
+    return {hf.name for rule in table.rules if UNTIED in rule.when for hf in rule.via.slots().values()}
+
+
+def _drop_mtp(source: Source, missing: dict[str, HfTensor], kept: set[str]) -> dict[str, HfTensor]:
+    """Leave the MTP layers out; returns what is missing of the rest."""
+    if not source.spec.num_mtp and not any(one.reason == BY_DROP_MTP for one in source.dropped):
+        what = "--drop-mtp does nothing: neither the config nor the files have MTP layers"
+        source.warnings.append(Defect("option", what, severity="warning"))
+    for name in [name for name in source.tensors if name not in kept]:
+        one = source.tensors.pop(name)
+        size = sum(p.rows * p.cols for p in one.pieces) * one.dtype.itemsize
+        source.dropped.append(Dropped(name, BY_DROP_MTP, size))
+    source.spec = replace(source.spec, num_mtp=0)
+    return {name: tensor for name, tensor in missing.items() if name in kept}
+
+
+def _fill(source: Source, missing: dict[str, HfTensor], path: Path) -> None:
+    """Take missing tensors from another HF checkpoint of the same model, judged as any source is."""
+    if not missing:
+        what = "nothing is missing, so nothing is taken from it (--fill-missing-from)"
+        source.warnings.append(Defect("option", what, str(path), severity="warning"))
+        return
+    other = open_hf_source(path, SourceOptions(drop_mtp=source.spec.num_mtp == 0))
+    other.require_sound()
+    apart = differences(source.spec, other.spec)
+    if apart:
+        raise DataError(
+            f"is not the model of {source.path}, so no tensor is taken from it",
+            where=str(path),
+            hint="name a checkpoint of the very same model with --fill-missing-from",
+            defects=[Defect("other-model", f"{one} (the second in {path})") for one in apart],
+        )
+    numbers: dict[int, int] = {}
+    for name in [name for name in missing if name in other.tensors]:
+        one = other.tensors[name]
+        for piece in one.pieces:
+            if piece.file not in numbers:
+                numbers[piece.file] = len(source.files)
+                source.files.append(other.files[piece.file])
+        pieces = tuple(replace(piece, file=numbers[piece.file]) for piece in one.pieces)
         source.tensors[name] = replace(one, pieces=pieces)
-        source.filled.append(name)
+        source.filled[name] = source.files[pieces[0].file].path
         source.warnings.append(Defect("filled", f"taken from {path}", name, severity="warning"))
         del missing[name]

@@ -56,11 +56,15 @@ class Piece:
 
 @dataclass(slots=True)
 class Located:
-    """A Hugging Face tensor as the source holds it. ``pieces`` cover it exactly."""
+    """A Hugging Face tensor as the source holds it. ``pieces`` cover it exactly.
+
+    ``zeros``: no file holds it and all its elements are zero; it has no pieces then.
+    """
 
     tensor: HfTensor
     dtype: DType
     pieces: tuple[Piece, ...]
+    zeros: bool = False
 
 
 @dataclass(slots=True)

@@ -181,14 +181,16 @@ def config_changes(source: Source, cast: DType | None, drop_mtp: bool) -> dict[s
     ``dtype`` is that of what is saved, as with ``save_pretrained``, wherever the config says one.
     """
     saved = saved_dtype(source, cast).torch_name
-    changes = _with_dtype(source.config, saved)
+    dtypes = _with_dtype(source.config, saved)
     text = source.config.get("text_config")
     if isinstance(text, dict) and (inner := _with_dtype(text, saved)):
-        changes["text_config"] = {**text, **inner}
-    if not changes and saved != source.spec.dtype:
-        changes["torch_dtype"] = saved
-    if drop_mtp and source.bridge.mtp_field is not None:
-        changes[source.bridge.mtp_field] = 0
+        dtypes["text_config"] = {**text, **inner}
+    if not dtypes and saved != source.spec.dtype:
+        dtypes["torch_dtype"] = saved
+    changes = {**source.changes, **dtypes}
+    field = source.bridge.mtp_field
+    if drop_mtp and field is not None and source.config.get(field) != 0:
+        changes[field] = 0
     return changes
 
 

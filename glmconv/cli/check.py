@@ -112,7 +112,7 @@ def command(
 
 def show(report: CheckReport) -> None:
     """The report as tables; the verdict stands last."""
-    from glmconv.cli.output import escape, facts, out, size, table
+    from glmconv.cli.output import facts, say, size, table
 
     told = {"path": str(report.path), "layout": report.layout, "model": report.model_type, **report.facts}
     if report.locked:
@@ -122,7 +122,7 @@ def show(report: CheckReport) -> None:
     if report.hashes is not None:
         read = f"{report.hashes.payloads:,} payloads in {report.hashes.files:,} files"
         told["hashes"] = f"{read}, {size(report.hashes.bytes)} read, {report.hashes.wrong} wrong"
-    facts("checked", {name: escape(value) for name, value in told.items() if value})
+    facts("checked", {name: value for name, value in told.items() if value})
     if report.pipeline is not None:
         _show_pipeline(report)
     if report.indexer is not None:
@@ -133,9 +133,7 @@ def show(report: CheckReport) -> None:
         shown[finding.kind] += 1
         if shown[finding.kind] <= FINDINGS_SHOWN:
             hint = f"\n({finding.hint})" if finding.hint else ""
-            rows.append(
-                (finding.severity, finding.kind, escape(finding.where), escape(f"{finding.what}{hint}"))
-            )
+            rows.append((finding.severity, finding.kind, finding.where, f"{finding.what}{hint}"))
     for kind, count in shown.items():
         if count > FINDINGS_SHOWN:
             rows.append(("", kind, f"… {count - FINDINGS_SHOWN:,} more", "--json lists all"))
@@ -144,7 +142,7 @@ def show(report: CheckReport) -> None:
     errors, warnings = len(report.errors), len(report.warnings)
     verdict = "all checked things hold" if report.ok else f"{errors:,} {'error' if errors == 1 else 'errors'}"
     counted = f", {warnings:,} {'warning' if warnings == 1 else 'warnings'}" if warnings else ""
-    out.print(f"{verdict}{counted} ({size(report.bytes_read)} read in {report.seconds:.1f} s)")
+    say(f"{verdict}{counted} ({size(report.bytes_read)} read in {report.seconds:.1f} s)")
 
 
 def _locked(report: CheckReport) -> str:
@@ -169,14 +167,14 @@ def _show_pipeline(report: CheckReport) -> None:
 
 
 def _show_indexer(indexer: IndexerReport) -> None:
-    from glmconv.cli.output import escape, facts, out
+    from glmconv.cli.output import facts, say
     from glmconv.inspection import ranges
 
     # Scripts look for these lines: plain, whole, one number each.
-    out.print(f"DSA indexer modules found: {len(indexer.found)}")
+    say(f"DSA indexer modules found: {len(indexer.found)}")
     if not indexer.owners:
         return
-    out.print(f"DSA indexer modules in MTP layers: {len(indexer.mtp_found)}")
+    say(f"DSA indexer modules in MTP layers: {len(indexer.mtp_found)}")
     told = {"layers that compute": ranges(indexer.owners)}
     lacking = sorted({*indexer.owners, *indexer.mtp_expected} - {*indexer.found, *indexer.mtp_found})
     if lacking:
@@ -186,7 +184,7 @@ def _show_indexer(indexer: IndexerReport) -> None:
     for part in indexer.parts:
         shapes = " or ".join(str(shape) for shape in part.shapes)
         told[part.part] = f"{', '.join(part.dtypes)} {shapes}" if part.shapes else "missing"
-    facts("indexer", {name: escape(value) for name, value in told.items()})
+    facts("indexer", told)
     if indexer.against is not None:
         _show_compared(indexer)
 

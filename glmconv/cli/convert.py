@@ -109,9 +109,10 @@ def command(
     from glmconv.planner import TargetOptions
     from glmconv.sources import SourceOptions
 
-    if dialect is not None and (to or _kind("--saver", saver)) in ("hf", "hf-stacked"):
+    to = _target_kind(src, to, saver)
+    if dialect is not None and from_dialect is None and to in ("hf", "hf-stacked"):
         # An export writes no dialect: the word can only mean the source's.
-        from_dialect, dialect = from_dialect or dialect, None
+        from_dialect, dialect = dialect, None
     source = SourceOptions(
         model_type=model_type,
         dialect=from_dialect,
@@ -121,8 +122,8 @@ def command(
         drop_mtp=drop_mtp,
     )
     target = TargetOptions(
-        to=to or _kind("--saver", saver),
-        dialect=dialect or "mcore",
+        to=to,
+        dialect=dialect,
         layer_keys=layer_keys,
         padded_vocab=padded_vocab_size,
         iteration=iteration,
@@ -164,6 +165,18 @@ def _kind(flag: str, value: str | None) -> str | None:
     if value not in _MEGATRON_KINDS:
         raise UsageError(f"{flag} {value}: unknown", hint="hf or megatron")
     return _MEGATRON_KINDS[value]
+
+
+def _target_kind(src: Path, to: str | None, saver: str | None) -> str | None:
+    """What is to be written: said by one of two options, or the other kind than the source's."""
+    said = _kind("--saver", saver)
+    if to is not None and said is not None and not to.startswith(said):
+        raise UsageError(f"--to {to} and --saver {saver} are both given", hint="they mean the same: give one")
+    if to or said:
+        return to or said
+    from glmconv.opening import kind_of
+
+    return "hf" if kind_of(src) == "megatron" else "megatron"
 
 
 def _check_loader(loader: str | None, src: Path) -> None:
@@ -216,7 +229,7 @@ def show(report: Report) -> None:
     """The report as tables."""
     from glmconv.cli.output import facts, size, table, warn
 
-    ledger, outcome = report.ledger, report.outcome
+    ledger = report.ledger
     values: dict[str, object] = {
         "from": f"{report.source}  {report.from_layout}",
         "to": f"{report.path}  {report.to_layout}",
@@ -226,6 +239,10 @@ def show(report: Report) -> None:
         "files": f"{report.files:,} files, {size(ledger.target_bytes)}",
         "plan": f"{report.plan_digest} in {report.plan_seconds:.1f} s",
     }
+    if report.config is not None:
+        values["config"] = str(report.config)
+    if report.filled:
+        values["filled"] = f"{len(report.filled):,} tensors, each named in the manifest with its file"
     if ledger.zero_bytes:
         values["padding"] = f"{size(ledger.zero_bytes)} of zero rows"
     if ledger.repeated_bytes:
@@ -233,6 +250,23 @@ def show(report: Report) -> None:
     if report.widened:
         labels = ", ".join(sorted(set(report.widened.values())))
         values["widened"] = f"{len(report.widened)} tensors from {labels} (exact)"
+    values |= _work(report)
+    values["memory"] = f"{size(report.peak_rss_anon)} at most"
+    facts("plan" if report.outcome is None else "converted", values)
+    if report.dropped:
+        rows = [(name, reason, size(count)) for name, reason, count in report.dropped[:20]]
+        if len(report.dropped) > len(rows):
+            rows.append((f"… {len(report.dropped) - len(rows)} more", "--json lists all", ""))
+        table("dropped", ("tensor", "reason", "size"), rows)
+    for warning in report.warnings:
+        warn(str(warning))
+
+
+def _work(report: Report) -> dict[str, object]:
+    """What was done, and how fast."""
+    from glmconv.cli.output import size
+
+    outcome, values = report.outcome, dict[str, object]()
     if report.finished_earlier:
         values["earlier run"] = "had published this unit; what it left undone is done now"
     elif outcome is None:
@@ -248,14 +282,6 @@ def show(report: Report) -> None:
                 f"of every payload; {size(outcome.bytes_reread)} were read for them alone, "
                 f"{outcome.reread_seconds:.1f} s of the workers' time (--hash none skips that)"
             )
-        rate = ledger.target_bytes / report.seconds if report.seconds else 0.0
+        rate = report.ledger.target_bytes / report.seconds if report.seconds else 0.0
         values["time"] = f"{report.seconds:.1f} s, {size(rate)}/s"
-    values["memory"] = f"{size(report.peak_rss_anon)} at most"
-    facts("plan" if outcome is None else "converted", values)
-    if report.dropped:
-        rows = [(name, reason, size(count)) for name, reason, count in report.dropped[:20]]
-        if len(report.dropped) > len(rows):
-            rows.append((f"… {len(report.dropped) - len(rows)} more", "--json lists all", ""))
-        table("dropped", ("tensor", "reason", "size"), rows)
-    for warning in report.warnings:
-        warn(str(warning))
+    return values

@@ -53,14 +53,14 @@ def command(
 
 def show(report: DiffReport, limit: int | None = SHOWN) -> None:
     """The report as tables; the verdict stands last."""
-    from glmconv.cli.output import err, escape, facts, out, size, table
+    from glmconv.cli.output import facts, note, say, size, table
     from glmconv.differences import STATUSES
 
     facts(
         "compared",
         {
-            "A": escape(f"{report.a}  {report.layouts[0]}"),
-            "B": escape(f"{report.b}  {report.layouts[1]}"),
+            "A": f"{report.a}  {report.layouts[0]}",
+            "B": f"{report.b}  {report.layouts[1]}",
             "model": " and ".join(dict.fromkeys(report.model_types)),
             **{status: f"{report.count(status):,}" for status in STATUSES if report.count(status)},
         },
@@ -73,22 +73,21 @@ def show(report: DiffReport, limit: int | None = SHOWN) -> None:
         table("not the same", ("tensor", "is", "dtype", "differ", "max abs", "first"), rows)
     for name, defects in (("A", report.defects_a), ("B", report.defects_b)):
         for defect in defects:
-            out.print(escape(f"{name} is not sound: {defect}"))
+            say(f"{name} is not sound: {defect}")
     for line in report.config:
-        err.print(escape(f"config.json: {line}"))
+        note(f"config.json: {line}")
     verdict = "the same tensors with the same values" if report.equal else "they differ"
-    out.print(f"{verdict} ({size(report.bytes_read)} read in {report.seconds:.1f} s)")
+    say(f"{verdict} ({size(report.bytes_read)} read in {report.seconds:.1f} s)")
 
 
 def _row(one: Difference) -> tuple[str, ...]:
-    from glmconv.cli.output import escape
 
     left, right = one.dtypes
     dtype = left if left == right else f"{left or '-'} / {right or '-'}"
     if one.status == "shape":
-        return (one.name, one.status, dtype, escape(f"{one.shapes[0]} / {one.shapes[1]}"), "", "")
+        return (one.name, one.status, dtype, f"{one.shapes[0]} / {one.shapes[1]}", "", "")
     if one.status in ("missing", "extra", "not-held"):
         return (one.name, f"{one.status}: {one.note}", dtype, "", "", "")
     apart = "not a number" if one.max_abs is None else f"{one.max_abs:.6g}"
-    first = "" if one.first is None else escape(str(list(one.first)))
+    first = "" if one.first is None else str(list(one.first))
     return (one.name, one.status, dtype, f"{one.count:,} of {one.elements:,}", apart, first)

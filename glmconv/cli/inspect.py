@@ -55,28 +55,28 @@ def command(
 
 def show(report: InspectReport, wanted: str | None = None) -> None:
     """The report as tables."""
-    from glmconv.cli.output import err, escape, facts, size, table
+    from glmconv.cli.output import facts, note, size, table
 
     model = report.model_type + (f" ({', '.join(report.titles)})" if report.titles else "")
     told = {"path": str(report.path), "layout": report.layout, "model": model, **report.facts}
     if report.defects:
         told["defects"] = f"{report.defects:,}: `glmconv check` lists them"
-    facts("checkpoint", {name: escape(str(value)) for name, value in told.items() if value})
+    facts("checkpoint", {name: value for name, value in told.items() if value})
     table(
         "dtypes",
         ("dtype", "tensors", "parameters", "size"),
         [(d.dtype, f"{d.tensors:,}", f"{d.parameters:,}", size(d.bytes)) for d in report.dtypes],
     )
     if report.model:
-        facts("model", {name: escape(value) for name, value in report.model.items()})
+        facts("model", report.model)
     if report.manifest is not None:
-        shown = {name: escape(str(report.manifest.get(name))) for name in _MANIFEST_SHOWN}
+        shown = {name: str(report.manifest.get(name)) for name in _MANIFEST_SHOWN}
         facts("written by glmconv", shown)
     if wanted is not None:
         rows = [
-            (one.name, one.dtype, escape(str(one.shape)), size(one.bytes), ", ".join(one.files))
+            (one.name, one.dtype, str(one.shape), size(one.bytes), ", ".join(one.files))
             for one in report.tensors
         ]
         table(f"{len(rows):,} tensors", ("tensor", "dtype", "shape", "size", "file"), rows)
     if not report.understood:
-        err.print(escape(f"only the headers are understood: {report.why}"))
+        note(f"only the headers are understood: {report.why}")

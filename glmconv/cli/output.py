@@ -19,6 +19,9 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
+
+from glmconv.shown import shown, shown_json
 
 PLAIN_INTERVAL = 5.0
 """Seconds between two lines of progress where stderr is no terminal."""
@@ -39,37 +42,47 @@ class Step(Protocol):
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+    sys.stdout.write(shown_json(json.dumps(value, indent=2, ensure_ascii=False, default=str)) + "\n")
+
+
+def plain(value: object, style: str = "") -> Text:
+    """Text as it is: no markup is read in it, and control characters are shown, not obeyed."""
+    return Text(shown(str(value), lines=True), style=style)
+
+
+def say(text: str, style: str = "") -> None:
+    """A line on stdout."""
+    out.print(plain(text, style))
+
+
+def note(text: str) -> None:
+    """A line on stderr."""
+    err.print(plain(text))
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on stdout."""
-    shown = Table(title=title, title_justify="left")
+    made = Table(title=plain(title), title_justify="left")
     for column in columns:
-        shown.add_column(column)
+        made.add_column(plain(column))
     for row in rows:
-        shown.add_row(*(str(cell) for cell in row))
-    out.print(shown)
+        made.add_row(*(plain(cell) for cell in row))
+    out.print(made)
 
 
 def facts(title: str, values: Mapping[str, object]) -> None:
     """Names and values, one a line, on stdout."""
-    shown = Table(title=title, title_justify="left", show_header=False)
-    shown.add_column(style="bold")
-    shown.add_column()
+    made = Table(title=plain(title), title_justify="left", show_header=False)
+    made.add_column(style="bold")
+    made.add_column()
     for name, value in values.items():
-        shown.add_row(name, str(value))
-    out.print(shown)
+        made.add_row(plain(name), plain(value))
+    out.print(made)
 
 
 def warn(text: str) -> None:
     """A warning on stderr."""
-    err.print(f"[yellow]warning:[/yellow] {escape(text)}")
-
-
-def escape(text: str) -> str:
-    """Text that rich must not read as markup."""
-    return text.replace("[", "\\[")
+    err.print(plain("warning:", "yellow") + plain(f" {text}"))
 
 
 def size(count: float) -> str:
@@ -92,7 +105,7 @@ class _Plain:
             return
         self.next = time.monotonic() + PLAIN_INTERVAL
         share = 100 * step.done / step.total
-        err.print(f"{self.label}: {size(step.done)} of {size(step.total)} ({share:.0f} %)")
+        note(f"{self.label}: {size(step.done)} of {size(step.total)} ({share:.0f} %)")
 
 
 class _Bar:

@@ -118,12 +118,12 @@ def _write_page(found: VerifyReport, path: Path) -> None:
 
 def show(report: VerifyReport) -> None:
     """The report as tables; the verdict stands last."""
-    from glmconv.cli.output import escape, facts, out, table
+    from glmconv.cli.output import facts, say, table
     from glmconv.verify.html import facts as told
     from glmconv.verify.html import runtime_line
 
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    facts("verify", {name: escape(value) for name, value in {**told(report), "versions": versions}.items()})
+    facts("verify", {**told(report), "versions": versions})
     head, places = _filled_columns(report)
     table("worst token's error of hidden states, and choices that agree", head, places)
     rows = []
@@ -143,15 +143,15 @@ def show(report: VerifyReport) -> None:
     if rows:
         table("predictions", ("", "max |Δ|", "p99 |Δ|", "mean |Δ|", "KL both ways", "argmax"), rows)
     for line in report.alignments:
-        out.print(escape(f"aligned: {line}"))
+        say(f"aligned: {line}")
     runtime = runtime_line(report)
     if runtime:
-        out.print(f"[red]{escape(runtime)}[/red]")
+        say(runtime, "red")
     for name, problems in report.problems.items():
         for problem in problems:
-            out.print(f"[red]{escape(f'{name}: {problem}')}[/red]")
+            say(f"{name}: {problem}", "red")
     colour = {0: "green", 4: "red"}.get(report.exit_code, "yellow")
-    out.print(f"[{colour}]{report.verdict}[/{colour}]: {escape(report.reason)}")
+    say(f"{report.verdict}: {report.reason}", colour)
 
 
 def _filled_columns(report: VerifyReport) -> tuple[list[str], list[list[str]]]:
@@ -172,16 +172,16 @@ def _filled_columns(report: VerifyReport) -> tuple[list[str], list[list[str]]]:
 
 def show_self_test(report: SelfTestReport) -> None:
     """One row a fault."""
-    from glmconv.cli.output import escape, out, table
+    from glmconv.cli.output import say, table
 
     rows = []
     for fault in report.faults:
         first = next(iter(fault.caught.values()), [""])[0]
         verdict = "caught" if not fault.missed else f"MISSED at {', '.join(fault.missed)}"
-        rows.append((fault.name, escape(fault.description), ", ".join(fault.changed), verdict, escape(first)))
+        rows.append((fault.name, fault.description, ", ".join(fault.changed), verdict, first))
     table(f"faults in {report.model_type}", ("fault", "what it does", "where", "seen", "as"), rows)
     if report.not_applicable:
-        out.print(f"nothing to break in this model: {', '.join(report.not_applicable)}")
+        say(f"nothing to break in this model: {', '.join(report.not_applicable)}")
     caught = sum(not fault.missed for fault in report.faults)
     verdict = f"{caught} of {len(report.faults)} faults are caught, each where it is"
-    out.print(f"{verdict} (megatron-core {report.megatron_core}, {report.seconds:.1f} s)")
+    say(f"{verdict} (megatron-core {report.megatron_core}, {report.seconds:.1f} s)")

@@ -32,6 +32,7 @@ class _Tensor:
     dtype: DType
     shape: tuple[int, ...]
     moves: tuple[Move, ...]
+    zeros: bool = False
 
     @property
     def size(self) -> int:
@@ -67,7 +68,8 @@ def _tensors(source: Source, layout: Layout, policy: DtypePolicy, draft: Draft) 
     tensors = {}
     for name, group, dtype in parts:
         shape = (*layout.axes[name], *group[0].shape)
-        tensors[name] = _Tensor(name, dtype, shape, whole_tensor_moves(parts, group, dtype))
+        zeros = all(source.tensors[one.name].zeros for part in group for one, _ in part.slots)
+        tensors[name] = _Tensor(name, dtype, shape, whole_tensor_moves(parts, group, dtype), zeros)
     kept = source.origin.names() if source.origin is not None else set()
     for name, to in expand_tied(source.table, source.spec).items():
         if name in kept and to in tensors:
@@ -81,8 +83,9 @@ def _shard(path: str, head: bytes, entries: Sequence[tuple[int, _Tensor]]) -> Ta
     """A file of ``head`` and tensors at offsets counted from the start of the data."""
     shard = TargetFile(path, len(head), literals=[(0, head)])
     for begin, tensor in entries:
+        at, zeros = len(head) + begin, tensor.size if tensor.zeros else 0
         shard.payloads.append(
-            Payload(tensor.name, tensor.dtype, tensor.shape, len(head) + begin, tensor.size, tensor.moves)
+            Payload(tensor.name, tensor.dtype, tensor.shape, at, tensor.size, tensor.moves, zeros=zeros)
         )
         shard.size = max(shard.size, len(head) + begin + tensor.size)
     return shard

@@ -9,22 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from glmconv.digest import digest_bytes
-from glmconv.errors import DataError, Defect
+from glmconv.errors import DataError, Defect, UsageError
 from glmconv.hf.origin import FILE as ORIGIN_FILE
 from glmconv.hf.origin import Origin
 from glmconv.hf.reader import INDEX, SINGLE, open_hf, source_file
 from glmconv.json_files import read_json
 from glmconv.layout import Layout, megatron_layout
 from glmconv.manifest import FILE as MANIFEST_FILE
-from glmconv.manifest import HF_DIR, read_dialect, read_widened
+from glmconv.manifest import HF_DIR, read_dialect, read_manifest, read_widened
 from glmconv.plan import Dropped, SourceFile
 from glmconv.rules import DIALECTS, Table
-from glmconv.sources import Source, SourceOptions, explain_layers, family_of, refuse_quantised, settle
+from glmconv.same_model import differences
+from glmconv.sources import Source, SourceOptions, family_of, refuse_quantised, settle
 from glmconv.spec import ModelSpec
 from glmconv.stored import StoredChunk, StoredTensor, locate
+from glmconv.surplus import drop_surplus_mtp, explain_layers
 from glmconv.torchdist.location import locate as find_unit
 from glmconv.torchdist.metadata import Metadata, payload_offsets, read_metadata
 from glmconv.torchdist.spellings import is_trainer_state, normalise
+from glmconv.torchdist.unsaid import TIE_FIELD, note_tied, run_args, tied_by_its_run, zero_router_biases
 
 
 @dataclass(slots=True)
@@ -32,6 +35,7 @@ class Unit:
     """One iteration directory opened: tensors of the model in the common spelling, and the rest."""
 
     path: Path
+    root: Path
     iteration: int | None
     stored: dict[str, StoredTensor]
     files: list[SourceFile]
@@ -64,7 +68,7 @@ def open_unit(path: Path) -> Unit:
         for name, entry in metadata.tensors.items()
         if is_trainer_state(name)
     }
-    return Unit(unit, located.iteration, normalise(stored), files, metadata, skipped)
+    return Unit(unit, located.root, located.iteration, normalise(stored), files, metadata, skipped)
 
 
 def _refuse_overlaps(unit: Path, metadata: Metadata) -> None:
@@ -94,12 +98,16 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
 
     Raises StorageError and DataError; what is missing or unexpected is listed in ``defects``.
     """
+    options.check()
     unit = open_unit(path)
-    hf_dir = _hf_dir(unit.path, options.origin_hf_dir)
+    hf_dir = _hf_dir(unit, options.origin_hf_dir)
     config = read_json(hf_dir / "config.json")
     bridge = family_of(config, options.model_type, hf_dir)
     # A config that names a quantisation would be written beside weights that have none.
     refuse_quantised(config, unit.stored, hf_dir)
+    args = run_args(unit.path, unit.metadata)
+    tied = tied_by_its_run(bridge.table, config, unit.stored, args)
+    config |= {TIE_FIELD: True} if tied else {}
     spec = bridge.spec(config, _mtp_shapes(bridge.table, config, unit.stored))
     layout = _choose_layout(bridge.table, spec, unit, options.dialect)
     found = locate((layout,), unit.stored)
@@ -119,6 +127,14 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
         widened=read_widened(unit.path / MANIFEST_FILE),
     )
     source.warnings += spec.remarks
+    if tied:
+        note_tied(source)
+    if hf_dir != unit.path / HF_DIR:
+        source.config_from = hf_dir / "config.json"
+        _against_own_config(source, unit)
+    zero_router_biases(source, found, args)
+    if options.drop_mtp:
+        drop_surplus_mtp(source, found)
     explain_layers(source, found.unused)
     for name, tensor in found.unused.items():
         source.defects.append(
@@ -134,15 +150,16 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
     return source
 
 
-def _hf_dir(unit: Path, given: Path | None) -> Path:
+def _hf_dir(unit: Unit, given: Path | None) -> Path:
+    """Where the config is: named, in the unit's ``hf``, in the unit, or beside the tracker."""
     if given is not None:
         return given
-    own = unit / HF_DIR
-    if (own / "config.json").is_file():
-        return own
+    for folder in (unit.path / HF_DIR, unit.path, unit.root):
+        if (folder / "config.json").is_file():
+            return folder
     raise DataError(
         "the checkpoint carries no Hugging Face config",
-        where=str(unit),
+        where=str(unit.path),
         hint="name the model's HF directory with --origin-hf-dir (config.json and tokenizer suffice)",
     )
 
@@ -189,10 +206,45 @@ def _skeleton(spec: ModelSpec) -> ModelSpec:
     return spec if spec.moe is None else replace(spec, moe=replace(spec.moe, num_experts=1))
 
 
-def _choose_layout(table: Table, spec: ModelSpec, unit: Unit, dialect: str | None) -> Layout:
-    """The dialect whose names the file has: given, from the manifest, or found. Raises DataError."""
+def _against_own_config(source: Source, unit: Unit) -> None:
+    """A config from elsewhere must not contradict the one that a conversion left in the unit.
+
+    That one steered how the tensors were written: what moves them must be the same.
+    """
+    manifest = read_manifest(unit.path / MANIFEST_FILE)
+    own = unit.path / HF_DIR / "config.json"
+    if manifest is None or not own.is_file():
+        return
+    config = read_json(own)
+    if config.get("model_type") != source.spec.model_type:
+        raise DataError(
+            f"is a {source.spec.model_type}, but the unit was written as {config.get('model_type')}",
+            where=str(source.hf_dir),
+            hint="leave --origin-hf-dir away: the unit has its own config",
+        )
+    spec = source.bridge.spec(config, _mtp_shapes(source.table, config, unit.stored))
+    for one in differences(spec, source.spec):
+        what = f"{one}: the first in {own}, by which the tensors were written"
+        hint = "leave --origin-hf-dir away: the unit has its own config"
+        found = Defect("config", what, str(source.hf_dir), hint, "error" if one.moves else "warning")
+        (source.defects if one.moves else source.warnings).append(found)
+
+
+def _choose_layout(table: Table, spec: ModelSpec, unit: Unit, given: str | None) -> Layout:
+    """The dialect whose names the file has: from the manifest, given, or found.
+
+    Raises UsageError where a given one contradicts the manifest, DataError where none can be told.
+    """
     stacked = _has_stacked_layers(table, unit.stored)
-    dialect = dialect or read_dialect(unit.path / MANIFEST_FILE)
+    written = read_dialect(unit.path / MANIFEST_FILE)
+    if given is not None and written is not None and given != written:
+        raise UsageError(
+            f"the dialect is said to be {given}, but {MANIFEST_FILE} says that it was written as {written}",
+            where=str(unit.path),
+            hint="leave the option away; if something else rewrote the tensors since, the manifest no longer "
+            "describes them: convert a copy without it",
+        )
+    dialect = given or written
     if dialect is not None:
         return megatron_layout(table, spec, dialect, stacked)
     skeleton, have = _skeleton(spec), set(unit.stored)
@@ -206,6 +258,7 @@ def _choose_layout(table: Table, spec: ModelSpec, unit: Unit, dialect: str | Non
             raise DataError(
                 f"the names fit {' and '.join(best)}, which order this model's tensors differently",
                 where=str(unit.path),
-                hint=f"say which trainer wrote it: --dialect {best[0]} or --dialect {other}",
+                hint=f"say which trainer wrote it: --dialect {best[0]} or --dialect {other} "
+                "(--from-dialect where another is written)",
             )
     return megatron_layout(table, spec, best[0], stacked)

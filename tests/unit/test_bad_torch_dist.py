@@ -367,6 +367,8 @@ class TestHfConfig:
     def test_of_another_model(self, root: Path, out: Path, tmp_path: Path) -> None:
         other = plain("qwen3-moe").write(tmp_path / "other")
         options = SourceOptions(origin_hf_dir=other)
+        refused(root, out, DataError, "qwen3_moe", "was written as qwen3", source=options)
+        (root / "release" / "glmconv.json").unlink()
         refused(root, out, DataError, "missing", "unexpected", source=options)
 
     def test_of_another_size(self, root: Path, out: Path) -> None:
