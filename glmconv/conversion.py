@@ -23,6 +23,7 @@ from glmconv.engine import (
     clean_up,
     destination,
     execute,
+    is_of,
     publish,
     read_tracker,
     recognise,
@@ -120,7 +121,7 @@ def _look_ahead(planned: Planned, dst: Path, fill: Path | None, run: RunOptions,
     check_conditions(planned.plan)
     try:
         place = _place(planned, dst, fill, run)
-        if _state(place, planned) is State.OPEN:
+        if _state(place, planned, run.hash_mode) is State.OPEN:
             place.check_final()
     except (StorageError, UsageError) as error:
         report.warnings.append(Defect("destination", error.what, error.where, error.hint, "warning"))
@@ -139,7 +140,7 @@ def _carry_out(
     stop: Stop,
 ) -> None:
     """From a plan to its published unit, whatever an earlier run left (``docs/publishing.md``)."""
-    if _state(place, planned) is State.OPEN:
+    if _state(place, planned, run.hash_mode) is State.OPEN:
         place.check_final()
         absent = _absent_parents(place.staging)
     else:
@@ -148,7 +149,7 @@ def _carry_out(
         place.prepare()
         with StagingLock(place.staging) as lock:
             # Looked at again: another run may have ended while this one waited for the lock.
-            if _state(place, planned) is State.PUBLISHED:
+            if _state(place, planned, run.hash_mode) is State.PUBLISHED:
                 retire_journal(place.staging)
                 report.finished_earlier = True
             else:
@@ -239,14 +240,14 @@ def _track(planned: Planned, place: Destination, run: RunOptions, report: Report
         )
 
 
-def _state(place: Destination, planned: Planned) -> State:
+def _state(place: Destination, planned: Planned, hash_mode: HashMode) -> State:
     """What an earlier run of this very plan left; a unit of it without any tracker counts as unfinished."""
     manifest = read_manifest(place.final / MANIFEST_FILE)
-    state = recognise(place, planned.plan.digest, manifest)
-    if state is State.OPEN and planned.unit is not None and not place.overwrite and manifest is not None:
-        same = manifest.get("plan_digest") == planned.plan.digest
-        if same and not place.staging.exists() and read_tracker(place.dst / TRACKER) is None:
-            return State.PUBLISHED
+    plan = planned.plan.digest
+    state = recognise(place, plan, hash_mode, manifest)
+    untracked = planned.unit is not None and not place.overwrite and not place.staging.exists()
+    if state is State.OPEN and untracked and manifest is not None and is_of(manifest, plan, hash_mode):
+        return State.PUBLISHED if read_tracker(place.dst / TRACKER) is None else state
     return state
 
 

@@ -149,12 +149,17 @@ class Dropped:
 
 @dataclass(slots=True)
 class Plan:
-    """Sources, targets and what stays behind. ``digest`` identifies it (see :func:`plan_digest`)."""
+    """Sources, targets and what stays behind.
+
+    ``asked`` are the options that the plan was made by, under their names on the command line.
+    ``digest`` identifies the plan (see :func:`plan_digest`).
+    """
 
     sources: list[SourceFile]
     targets: list[TargetFile]
     conditions: list[Condition] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
+    asked: dict[str, str] = field(default_factory=dict)
     digest: str = ""
 
     @property
@@ -173,7 +178,7 @@ class Plan:
 
 
 def plan_digest(plan: Plan) -> str:
-    """xxh3_128 over all of a plan: the identity of every source, in order, and where every byte comes from.
+    """xxh3_128 over all of a plan: every source's identity, in order, the options, each byte's origin.
 
     Two runs with one digest read the same objects and write the same bytes, so one may go on where
     the other stopped.
@@ -188,7 +193,7 @@ def plan_digest(plan: Plan) -> str:
             hasher.update(data)
         for payload in target.payloads:
             hasher.update(_payload_key(payload))
-    hasher.update(repr((plan.conditions, plan.dropped)).encode())
+    hasher.update(repr((plan.conditions, plan.dropped, sorted(plan.asked.items()))).encode())
     return hasher.hexdigest()
 
 

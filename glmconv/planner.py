@@ -102,11 +102,29 @@ def make_plan(source: Source, source_options: SourceOptions, options: TargetOpti
         draft = draft_hf(source, layout, policy, max_shard_size=options.max_shard_size, changes=changes)
     if draft.defects:
         raise DataError("the conversion cannot be planned", where=str(source.path), defects=draft.defects)
-    plan = Plan(draft.sources, draft.targets, [*source.equal, *source.blank], source.dropped)
+    asked = _asked(to, layout, source_options, options)
+    plan = Plan(draft.sources, draft.targets, [*source.equal, *source.blank], source.dropped, asked)
     plan.digest = plan_digest(plan)
     ledger = prove(plan, _wanted(source), _stored_bytes(source), draft.repeated)
     warnings = [*source.warnings, *draft.warnings, *_runtime_warnings(source, to, layout.name)]
     return Planned(source, options, to, layout, plan, ledger, _widened(source, draft), warnings)
+
+
+def _asked(to: str, layout: Layout, source: SourceOptions, target: TargetOptions) -> dict[str, str]:
+    """The options that shape the output, by their names on the command line; those left out are absent."""
+    given = {
+        "--dialect": layout.name if to == "megatron" else None,
+        "--layer-keys": target.layer_keys,
+        "--padded-vocab-size": target.padded_vocab,
+        "--iteration": target.iteration,
+        "--max-shard-size": target.max_shard_size,
+        "--dtype": target.dtype,
+        "--origin-hf-dir": source.origin_hf_dir and source.origin_hf_dir.resolve(),
+        "--fill-missing-from": source.fill_missing_from and source.fill_missing_from.resolve(),
+        "--allow-missing": " ".join(sorted(source.allow_missing)) or None,
+        "--drop-mtp": "yes" if source.drop_mtp else None,
+    }
+    return {"--to": to, **{name: str(value) for name, value in given.items() if value is not None}}
 
 
 def _check_options(to: str, options: TargetOptions, source: Source) -> None:

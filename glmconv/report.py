@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ def make_manifest(planned: Planned, report: Report) -> dict[str, Any]:
             dict(zip(("path", "size", "mtime_ns", "ctime_ns", "header"), one.identity, strict=True))
             for one in planned.plan.sources
         ],
-        "options": {name: value for name, value in asdict(planned.options).items() if value is not None},
+        "options": planned.plan.asked,
         "run": outcome.run if outcome else None,
         "config": None if report.config is None else str(report.config.resolve()),
         "filled": report.filled,

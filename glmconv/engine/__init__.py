@@ -29,6 +29,7 @@ from glmconv.engine.outcome import CopyMode, HashMode, Outcome, Progress, Stop
 from glmconv.engine.publish import (
     State,
     clean_up,
+    is_of,
     publish,
     recognise,
     restore_old,
@@ -58,6 +59,7 @@ __all__ = [
     "destination",
     "execute",
     "hash_range",
+    "is_of",
     "publish",
     "read_tracker",
     "recognise",

@@ -67,6 +67,7 @@ def _header(plan: Plan, hash_mode: str) -> dict[str, Any]:
         "format": PLAN_FORMAT,
         "plan": plan.digest,
         "hash": hash_mode,
+        "asked": plan.asked,
         "sources": [source.identity for source in plan.sources],
     }
 
@@ -81,11 +82,12 @@ def _refuse_mismatch(found: dict[str, Any], wanted: dict[str, Any], path: Path) 
         raise StorageError(
             "the unfinished run here was made by another version of glmconv", where=where, hint=RESTART_HINT
         )
+    _refuse_other_options(found["asked"], wanted["asked"], where)
     _refuse_other_sources(found["sources"], wanted["sources"], where)
     if found["plan"] != wanted["plan"]:
         raise StorageError(
-            "the unfinished run here is another conversion of the same source (its plan differs: other "
-            "options, or another version of what is written beside the weights)",
+            "the unfinished run here is another conversion: what it writes beside the weights differs "
+            "(config.json, for instance)",
             where=where,
             hint=f"the command that began it resumes it; {RESTART_HINT}",
         )
@@ -94,6 +96,20 @@ def _refuse_mismatch(found: dict[str, Any], wanted: dict[str, Any], path: Path) 
             f"the unfinished run here was started with --hash {found['hash']}",
             where=where,
             hint=f"run with --hash {found['hash']} to resume; {RESTART_HINT}",
+        )
+
+
+def _refuse_other_options(before: dict[str, str], now: dict[str, str], where: str) -> None:
+    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    if names:
+        apart = [
+            f"{name} {before.get(name, '(left out)')} there, {now.get(name, '(left out)')} here"
+            for name in names
+        ]
+        raise StorageError(
+            f"the unfinished run here was asked for otherwise: {'; '.join(apart)}",
+            where=where,
+            hint=f"the command that began it resumes it; {RESTART_HINT}",
         )
 
 
@@ -165,7 +181,11 @@ class Journal:
             raise storage_error(error, self._target.path, "write the journal") from error
 
     def close(self) -> None:
-        os.close(self._target.fd)
+        """StorageError on failure; what was appended is on disk all the same."""
+        try:
+            os.close(self._target.fd)
+        except OSError as error:
+            raise storage_error(error, self._target.path, "close the journal") from error
 
 
 def open_journal(

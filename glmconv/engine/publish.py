@@ -42,22 +42,29 @@ class State(enum.Enum):
     PUBLISHED = "the unit is in place, made by this very plan; the rest of the order is still to be done"
 
 
-def recognise(place: Destination, digest: str, manifest: dict[str, Any] | None) -> State:
-    """The state of a destination for the plan with this digest. Nothing is changed.
+def recognise(place: Destination, plan: str, hash_mode: str, manifest: dict[str, Any] | None) -> State:
+    """The state of a destination for the plan with this digest and a mode of hashing. Nothing is changed.
 
     ``manifest`` is what stands in ``place.final``. Its run is the one that the staging directory
     tells of, once that run has put its unit in place. A staging directory without journal and
     ``published`` is the last that a finished run leaves (or the first that a new one makes: that
     one may only overwrite here, and does).
     """
-    if manifest is None or manifest.get("plan_digest") != digest:
+    if manifest is None or not is_of(manifest, plan, hash_mode):
         return State.OPEN
     for name in (JOURNAL, PUBLISHED):
         header = read_header(place.staging / name)
-        if header.get("plan") == digest and header.get("run") == manifest.get("run"):
+        if header.get("plan") == plan and header.get("run") == manifest.get("run"):
             return State.PUBLISHED
     bare = place.staging.is_dir() and not (place.staging / JOURNAL).exists()
     return State.PUBLISHED if bare and not place.overwrite else State.OPEN
+
+
+def is_of(manifest: dict[str, Any], plan: str, hash_mode: str) -> bool:
+    """Whether a manifest is what a run of this plan leaves."""
+    hashes = manifest.get("hash")
+    hashed = isinstance(hashes, dict) and hashes.get("mode") == hash_mode
+    return hashed and manifest.get("plan_digest") == plan
 
 
 def restore_old(place: Destination) -> None:

@@ -226,6 +226,9 @@ def test_a_tracker_moves_forward_only(tmp_path: Path, before: str | None, unit: 
     assert path.read_text() == unit
 
 
+MANIFEST = {"plan_digest": "plan", "run": "this run", "hash": {"mode": "full"}}
+
+
 class TestStates:
     """Every state that a kill leaves, told apart by run and plan."""
 
@@ -236,7 +239,7 @@ class TestStates:
             journal.run = run
             journal.begin(Plan([], [], digest=plan), "full")
             journal.close()
-        return recognise(place, "plan", {"plan_digest": "plan", "run": "this run"})
+        return recognise(place, "plan", "full", MANIFEST)
 
     @pytest.mark.parametrize("overwrite", [False, True])
     @pytest.mark.parametrize("name", ["journal", "published"])
@@ -253,8 +256,9 @@ class TestStates:
     def test_another_plan_is_never_finished(self, tmp_path: Path) -> None:
         place = destination(tmp_path / "out", None)
         assert self.of(place, run="this run", plan="another") is State.OPEN
-        assert recognise(place, "another", {"plan_digest": "plan", "run": "this run"}) is State.OPEN
-        assert recognise(place, "plan", None) is State.OPEN
+        assert recognise(place, "another", "full", MANIFEST) is State.OPEN
+        assert recognise(place, "plan", "none", MANIFEST) is State.OPEN
+        assert recognise(place, "plan", "full", None) is State.OPEN
 
     def test_an_empty_staging_directory_is_the_last_thing_to_go(self, tmp_path: Path) -> None:
         assert self.of(destination(tmp_path / "a", None), run=None) is State.PUBLISHED
