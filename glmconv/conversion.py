@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -35,6 +36,7 @@ from glmconv.engine import (
     unit_dir,
     write_atomically,
 )
+from glmconv.engine.files import storage_error
 from glmconv.engine.journal import JOURNAL
 from glmconv.errors import DataError, Defect, GlmconvError, StorageError, UsageError
 from glmconv.manifest import FILE as MANIFEST_FILE
@@ -46,6 +48,9 @@ from glmconv.report import Report, make_manifest, make_report, steps_of
 from glmconv.side_files import foreign_in_unit
 from glmconv.sources import SourceOptions
 from glmconv.torchdist.location import BRIDGE_TRACKER
+
+HELD_OPEN = (errno.EBUSY, errno.ENOTEMPTY)
+"""What removing a directory says where a network filesystem keeps files that are still open elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +163,13 @@ def _carry_out(
                     place.check_final()
                     _make(planned, place, run, report, began, progress, stop, lock)
             _finish(planned, place, run, report, lock)
-    except GlmconvError:
+    except (GlmconvError, OSError) as error:
         for parent in absent:
             with suppress(OSError):  # it is not empty: the journal lies in it, or another run's
                 parent.rmdir()
+        if isinstance(error, OSError):
+            where = error.filename if isinstance(error.filename, str) else place.staging
+            raise storage_error(error, where, "carry out the conversion") from error
         raise
 
 
@@ -200,7 +208,7 @@ def _make(
 
 
 def _finish(planned: Planned, place: Destination, run: RunOptions, report: Report, lock: StagingLock) -> None:
-    """The tracker, then the staging directory goes. What cannot be removed is said, no more: all is done."""
+    """The tracker, then the staging directory goes; what somebody still holds open there is said, no more."""
     lock.check()
     if planned.unit is not None:
         _track(planned, place, run, report)
@@ -208,9 +216,11 @@ def _finish(planned: Planned, place: Destination, run: RunOptions, report: Repor
     try:
         clean_up(place.staging)
     except StorageError as error:
-        report.warnings.append(
-            Defect("left-over", f"all is done, but {error.what}", error.where, error.hint, "warning")
-        )
+        error.what = f"the result is complete and in place, but {error.what}"
+        error.hint = "run the same command again: it removes what is left"
+        if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in HELD_OPEN):
+            raise
+        report.warnings.append(Defect("left-over", error.what, error.where, error.hint, "warning"))
     else:
         lock.remove_with_directory()
 

@@ -81,6 +81,10 @@ class StorageError(GlmconvError):
 
     exit_code = 3
 
+    def __init__(self, what: str, *, where: str = "", hint: str = "", defects: Sequence[Defect] = ()) -> None:
+        hint = hint or "look at the path and its filesystem, then run the same command again"
+        super().__init__(what, where=where, hint=hint, defects=defects)
+
 
 class ParityError(GlmconvError):
     """Both models ran and do not compute the same."""

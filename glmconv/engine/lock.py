@@ -89,11 +89,15 @@ class StagingLock:
             if error is None:
                 raise storage_error(failure, self._path, "leave the staging directory") from failure
         finally:
-            os.close(self._fd)
+            with suppress(OSError):  # nothing that was written there is of use any more
+                os.close(self._fd)
         if self._removes:
             # Network filesystems keep the name of an unlinked open file until it is closed: only now
             # is the directory empty there.
-            with suppress(OSError):  # another run may have entered it meanwhile
+            for orphan in self._path.parent.glob(".nfs*"):
+                with suppress(OSError):  # a name that outlived its file, unless somebody holds that open
+                    orphan.unlink()
+            with suppress(OSError, StorageError):  # another run may have entered it meanwhile
                 self._path.parent.rmdir()
                 sync_directory(self._path.parent.parent)
 
