@@ -181,7 +181,7 @@ def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
     num_layers = reader.natural("num_hidden_layers", most=MAX_LAYERS)
     mla = _mla(reader, shapes)
     moe_layers = _moe_layers(reader, num_layers)
-    moe = sigmoid_experts(reader, shapes, moe_layers)
+    moe = sigmoid_experts(reader, shapes, moe_layers, scaling=2.5)
     if reader.flag("attention_bias", False):
         reader.problem("the family's attention has no bias", "attention_bias")
     heads = reader.natural("num_attention_heads", most=MAX_HEADS)

@@ -37,13 +37,16 @@ MAX_EXPERTS = 1 << 17
 """Limits far beyond any model (experts: of all layers together). Tables are expanded by these
 numbers, so a wrong one must be an error and not hours of work or gigabytes of names."""
 
+DTYPE_FIELDS = ("dtype", "torch_dtype")
+"""Where a config says the dtype of the weights: transformers 5's name, and the earlier one."""
+
 
 class ConfigReader(RopeFields):
     """Typed access to a config; ``finish`` and ``remarks`` come once all fields were read."""
 
     def dtype(self) -> str:
         """Torch name of the weights' dtype as the config says it; bfloat16 where it says nothing."""
-        given = {name: self.config[name] for name in ("dtype", "torch_dtype") if self.has(name)}
+        given = {name: self.config[name] for name in DTYPE_FIELDS if self.has(name)}
         names = {name: str(value).removeprefix("torch.") for name, value in given.items()}
         for name, value in names.items():
             if value not in BY_TORCH_NAME:
@@ -99,8 +102,13 @@ def check_routing(reader: ConfigReader, moe: Moe) -> None:
         reader.problem(f"chooses {moe.top_k_groups} of {moe.num_groups} groups", "topk_group")
 
 
-def sigmoid_experts(reader: ConfigReader, shapes: Shapes, moe_layers: tuple[bool, ...]) -> Moe:
-    """Experts chosen by sigmoid scores plus a learnt bias, under the field names that such configs share."""
+def sigmoid_experts(
+    reader: ConfigReader, shapes: Shapes, moe_layers: tuple[bool, ...], scaling: float = 1.0
+) -> Moe:
+    """Experts chosen by sigmoid scores plus a learnt bias, under the field names that such configs share.
+
+    ``scaling``: what transformers' class takes where ``routed_scaling_factor`` is absent.
+    """
     experts = reader.natural("n_routed_experts", "num_experts", "num_local_experts")
     check_experts(reader, shapes, "n_routed_experts", experts, moe_layers)
     if reader.get("scoring_func") not in (None, "sigmoid"):
@@ -115,7 +123,7 @@ def sigmoid_experts(reader: ConfigReader, shapes: Shapes, moe_layers: tuple[bool
         score_function="sigmoid",
         num_groups=reader.natural("n_group", default=1),
         top_k_groups=reader.natural("topk_group", default=1),
-        scaling=reader.number("routed_scaling_factor", 1.0),
+        scaling=reader.number("routed_scaling_factor", scaling),
         normalise=reader.flag("norm_topk_prob", True),
     )
     check_routing(reader, moe)

@@ -11,41 +11,54 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glmconv.engine import (
+    TRACKER,
     CopyMode,
     Destination,
     HashMode,
     Progress,
     StagingLock,
+    State,
     Stop,
+    check_conditions,
+    clean_up,
     destination,
-    discard,
     execute,
     publish,
+    read_tracker,
+    recognise,
     require_space,
+    restore_old,
+    retire_journal,
+    set_tracker,
     space_needed,
     unit_dir,
     write_atomically,
-    write_tracker,
 )
-from glmconv.engine.publish import TRACKER, journal_path
-from glmconv.errors import DataError, GlmconvError
+from glmconv.engine.journal import JOURNAL
+from glmconv.errors import DataError, Defect, GlmconvError, StorageError, UsageError
 from glmconv.manifest import FILE as MANIFEST_FILE
 from glmconv.manifest import read_manifest
 from glmconv.memory import no_collection, peak_rss_anon
 from glmconv.opening import local_path, open_source
 from glmconv.planner import Planned, TargetOptions, make_plan
 from glmconv.report import Report, make_manifest, make_report, steps_of
+from glmconv.side_files import foreign_in_unit
 from glmconv.sources import SourceOptions
+from glmconv.torchdist.location import BRIDGE_TRACKER
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to carry a plan out; none of it changes a byte of the output."""
+    """How to carry a plan out; none of it changes a byte of the unit.
+
+    ``set_tracker`` lets the tracker of a torch_dist root name the new unit whatever it named before.
+    """
 
     workers: int = 2
     copy_mode: CopyMode = "auto"
     hash_mode: HashMode = "full"
     overwrite: bool = False
+    set_tracker: bool = False
     dry_run: bool = False
     journal_bytes: int = 256 << 20
 
@@ -79,91 +92,187 @@ def convert(
     nothing is at ``dst`` then, and ``src`` is never written to.
     """
     began = time.monotonic()
-    src, dst, run = Path(src), Path(dst), run or RunOptions()
+    src, dst, run, stop = Path(src), Path(dst), run or RunOptions(), stop or Stop()
     local_path(dst)
     planned = plan_conversion(src, source, target)
+    if run.set_tracker and planned.unit is None:
+        raise UsageError("--set-tracker is for --to megatron", hint="an HF directory has no tracker")
     report = make_report(planned, src, dst, time.monotonic() - began)
-    if run.dry_run:
-        report.seconds = time.monotonic() - began
-        report.peak_rss_anon = peak_rss_anon()
-        return report
-    if _lacks_only_its_tracker(planned, report):
-        _write_tracker(planned, dst)
-        report.finished_earlier = True
-        report.seconds = time.monotonic() - began
-        return report
     fill = source.fill_missing_from if source else None
-    absent = _absent_parents(dst)
+    if run.dry_run:
+        _look_ahead(planned, dst, fill, run, report)
+    else:
+        place = _place(planned, dst, fill, run)
+        with stop.defer():
+            _carry_out(planned, place, run, report, began, progress, stop)
+    report.seconds = time.monotonic() - began
+    report.peak_rss_anon = peak_rss_anon()
+    return report
+
+
+def _place(planned: Planned, dst: Path, fill: Path | None, run: RunOptions) -> Destination:
+    sources = [path for path in (planned.source.path, planned.source.hf_dir, fill) if path is not None]
+    return destination(dst, planned.unit, sources=sources, overwrite=run.overwrite, foreign=foreign_in_unit)
+
+
+def _look_ahead(planned: Planned, dst: Path, fill: Path | None, run: RunOptions, report: Report) -> None:
+    """Find what a run would find, and say what is left to it. Raises DataError for what the data lack."""
+    check_conditions(planned.plan)
     try:
-        place = destination(dst, planned.unit, sources=_sources(planned, fill), overwrite=run.overwrite)
-        with StagingLock(place.staging), _kept_to_resume(place.staging):
-            _require_space(planned, place, run)
-            report.outcome = execute(
-                planned.plan,
-                place.staging,
-                workers=run.workers,
-                copy_mode=run.copy_mode,
-                hash_mode=run.hash_mode,
-                progress=progress,
-                stop=stop,
-                journal_bytes=run.journal_bytes,
-                restart=run.overwrite,
-            )
-            report.steps = steps_of(report.outcome)
-            report.seconds = time.monotonic() - began
-            report.peak_rss_anon = peak_rss_anon()
-            # ASCII, since names of files and directories need not be Unicode.
-            manifest = json.dumps(make_manifest(planned, report), indent=1).encode()
-            write_atomically(unit_dir(place.staging) / MANIFEST_FILE, manifest)
-            publish(place.staging, place.final, overwrite=run.overwrite)
+        place = _place(planned, dst, fill, run)
+        if _state(place, planned) is State.OPEN:
+            place.check_final()
+    except (StorageError, UsageError) as error:
+        report.warnings.append(Defect("destination", error.what, error.where, error.hint, "warning"))
+    report.not_looked_at.append("free space at the destination")
+    if planned.ledger.computed_bytes:
+        report.not_looked_at.append("whether all values fit the dtype that they are cast to")
+
+
+def _carry_out(
+    planned: Planned,
+    place: Destination,
+    run: RunOptions,
+    report: Report,
+    began: float,
+    progress: Callable[[Progress], None] | None,
+    stop: Stop,
+) -> None:
+    """From a plan to its published unit, whatever an earlier run left (``docs/publishing.md``)."""
+    if _state(place, planned) is State.OPEN:
+        place.check_final()
+        absent = _absent_parents(place.staging)
+    else:
+        absent = []
+    try:
+        place.prepare()
+        with StagingLock(place.staging) as lock:
+            # Looked at again: another run may have ended while this one waited for the lock.
+            if _state(place, planned) is State.PUBLISHED:
+                retire_journal(place.staging)
+                report.finished_earlier = True
+            else:
+                restore_old(place)
+                with _kept_to_resume(place, lock):
+                    place.check_final()
+                    _make(planned, place, run, report, began, progress, stop, lock)
+            _finish(planned, place, run, report, lock)
     except GlmconvError:
         for parent in absent:
             with suppress(OSError):  # it is not empty: the journal lies in it, or another run's
                 parent.rmdir()
         raise
-    _write_tracker(planned, place.dst)
+
+
+def _make(
+    planned: Planned,
+    place: Destination,
+    run: RunOptions,
+    report: Report,
+    began: float,
+    progress: Callable[[Progress], None] | None,
+    stop: Stop,
+    lock: StagingLock,
+) -> None:
+    """Fill the unit, leave the manifest in it, put it in place."""
+    _require_space(planned, place, run)
+    report.outcome = execute(
+        planned.plan,
+        place.staging,
+        workers=run.workers,
+        copy_mode=run.copy_mode,
+        hash_mode=run.hash_mode,
+        progress=progress,
+        stop=stop,
+        journal_bytes=run.journal_bytes,
+        restart=run.overwrite,
+        guard=lock.check,
+    )
+    report.steps = steps_of(report.outcome)
     report.seconds = time.monotonic() - began
-    return report
+    report.peak_rss_anon = peak_rss_anon()
+    # ASCII, since names of files and directories need not be Unicode.
+    manifest = json.dumps(make_manifest(planned, report), indent=1).encode()
+    lock.check()
+    write_atomically(unit_dir(place.staging) / MANIFEST_FILE, manifest, place.staging / "manifest")
+    publish(place, guard=lock.check, stop=stop)
 
 
-def _write_tracker(planned: Planned, root: Path) -> None:
+def _finish(planned: Planned, place: Destination, run: RunOptions, report: Report, lock: StagingLock) -> None:
+    """The tracker, then the staging directory goes. What cannot be removed is said, no more: all is done."""
+    lock.check()
     if planned.unit is not None:
-        write_tracker(root, "release" if planned.unit == "release" else str(planned.options.iteration))
+        _track(planned, place, run, report)
+    lock.check()
+    try:
+        clean_up(place.staging)
+    except StorageError as error:
+        report.warnings.append(
+            Defect("left-over", f"all is done, but {error.what}", error.where, error.hint, "warning")
+        )
+    else:
+        lock.remove_with_directory()
 
 
-def _lacks_only_its_tracker(planned: Planned, report: Report) -> bool:
-    """Whether a run of this very plan was killed between its rename and its tracker."""
-    if planned.unit is None or (report.destination / TRACKER).exists():
-        return False
-    manifest = read_manifest(report.path / MANIFEST_FILE)
-    return manifest is not None and manifest.get("plan_digest") == planned.plan.digest
+def _track(planned: Planned, place: Destination, run: RunOptions, report: Report) -> None:
+    unit = "release" if planned.unit == "release" else str(planned.options.iteration)
+    tracked = set_tracker(place.dst, unit, place.staging, force=run.set_tracker)
+    if not tracked.moved:
+        report.warnings.append(
+            Defect(
+                "tracker",
+                f"names {tracked.kept!r} and is kept: trainers go on loading that, not {planned.unit}",
+                str(place.dst / TRACKER),
+                "--set-tracker moves it",
+                "warning",
+            )
+        )
+    if (place.dst / BRIDGE_TRACKER).exists():
+        report.warnings.append(
+            Defect(
+                "tracker",
+                "Megatron-Bridge reads it before all others, and it names a run of its own",
+                str(place.dst / BRIDGE_TRACKER),
+                f"name {place.final} itself where Megatron-Bridge shall load it",
+                "warning",
+            )
+        )
 
 
-def _absent_parents(dst: Path) -> list[Path]:
-    """Directories above the destination that are still to be made, the deepest first."""
-    return [parent for parent in Path(os.path.realpath(dst)).parents if not os.path.lexists(parent)]
+def _state(place: Destination, planned: Planned) -> State:
+    """What an earlier run of this very plan left; a unit of it without any tracker counts as unfinished."""
+    manifest = read_manifest(place.final / MANIFEST_FILE)
+    state = recognise(place, planned.plan.digest, manifest)
+    if state is State.OPEN and planned.unit is not None and not place.overwrite and manifest is not None:
+        same = manifest.get("plan_digest") == planned.plan.digest
+        if same and not place.staging.exists() and read_tracker(place.dst / TRACKER) is None:
+            return State.PUBLISHED
+    return state
+
+
+def _absent_parents(path: Path) -> list[Path]:
+    """Directories above a path that are still to be made, the deepest first."""
+    return [parent for parent in path.parents if not os.path.lexists(parent)]
 
 
 @contextmanager
-def _kept_to_resume(staging: Path) -> Iterator[None]:
+def _kept_to_resume(place: Destination, lock: StagingLock) -> Iterator[None]:
     """Remove the staging directory where a run fails that leaves nothing to resume.
 
     That is a run that began here and found the data wrong, or one that failed before its journal
     was there. What an earlier run left is kept.
     """
-    began_earlier = journal_path(staging).exists()
+    journal = place.staging / JOURNAL
+    began_earlier = journal.exists()
     try:
         yield
     except GlmconvError as error:
-        resumable = began_earlier or (journal_path(staging).exists() and not isinstance(error, DataError))
+        resumable = began_earlier or (journal.exists() and not isinstance(error, DataError))
         if not resumable:
-            discard(staging)
+            lock.check()
+            clean_up(place.staging, keep="")
+            lock.remove_with_directory()
         raise
-
-
-def _sources(planned: Planned, fill: Path | None) -> list[Path]:
-    """Directories that the destination must be apart from."""
-    return [path for path in (planned.source.path, planned.source.hf_dir, fill) if path is not None]
 
 
 def _require_space(planned: Planned, place: Destination, run: RunOptions) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import xxhash
 
 from glmconv.dtypes import DType
+
+PLAN_FORMAT = 2
+"""Raised whenever the meaning of a plan or journal changes: then no unfinished run of before is continued."""
 
 HASH_LEAF = 4 << 20
 """Bytes of payload under one leaf of a tensor's hash tree (fixed: hashes depend on it)."""
@@ -86,13 +88,21 @@ class TargetFile:
 class SourceFile:
     """A source of bytes, and what proves later that it is still the one that was planned.
 
-    ``path`` is absolute. ``header_digest`` covers a safetensors header or a ``.metadata`` file.
+    ``path`` is absolute, links resolved. ``header_digest`` covers a safetensors header or a
+    ``.metadata`` file. ``ctime_ns`` is the time of the inode's last change: a copy that keeps its
+    source's modification time (``cp -p``, ``rsync -t``) has another.
     """
 
     path: str
     size: int
     mtime_ns: int
     header_digest: str = ""
+    ctime_ns: int = 0
+
+    @property
+    def identity(self) -> list[str | int]:
+        """What tells this object from every other, as plain data."""
+        return [self.path, self.size, self.mtime_ns, self.ctime_ns, self.header_digest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,26 @@ class Equal:
     right: int
     right_offset: int
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blank:
+    """``count`` runs of ``run`` source bytes that must be zero: what is dropped as padding is looked at."""
+
+    name: str
+    file: int
+    offset: int
+    run: int
+    count: int = 1
+    stride: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.run * self.count
+
+
+Condition = Equal | Blank
+"""What must hold of the sources' bytes for the output to be right; looked at while a plan is carried out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +153,7 @@ class Plan:
 
     sources: list[SourceFile]
     targets: list[TargetFile]
-    equal: list[Equal] = field(default_factory=list)
+    conditions: list[Condition] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     digest: str = ""
 
@@ -143,14 +173,14 @@ class Plan:
 
 
 def plan_digest(plan: Plan) -> str:
-    """xxh3_128 over everything in a plan but where the source directory lies.
+    """xxh3_128 over all of a plan: the identity of every source, in order, and where every byte comes from.
 
-    The source's own path and times are left out, so that a copy of it gives the same plan; the
-    journal checks them apart.
+    Two runs with one digest read the same objects and write the same bytes, so one may go on where
+    the other stopped.
     """
-    hasher = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128(repr(PLAN_FORMAT).encode())
     for source in plan.sources:
-        hasher.update(repr((Path(source.path).name, source.size, source.header_digest)).encode())
+        hasher.update(repr(source.identity).encode())
     for target in plan.targets:
         hasher.update(repr((target.path, target.size)).encode())
         for offset, data in target.literals:
@@ -158,7 +188,7 @@ def plan_digest(plan: Plan) -> str:
             hasher.update(data)
         for payload in target.payloads:
             hasher.update(_payload_key(payload))
-    hasher.update(repr((plan.equal, plan.dropped)).encode())
+    hasher.update(repr((plan.conditions, plan.dropped)).encode())
     return hasher.hexdigest()
 
 

@@ -14,6 +14,7 @@ from glmconv.plan import Plan, plan_digest
 from glmconv.rules import DIALECTS
 from glmconv.sources import Source, SourceOptions
 from glmconv.target import Draft, DtypePolicy, config_changes
+from glmconv.torchdist.training_args import unsaid
 from glmconv.torchdist.writer import draft_torch_dist
 
 TARGETS = ("megatron", "hf", "hf-stacked")
@@ -97,7 +98,7 @@ def make_plan(source: Source, source_options: SourceOptions, options: TargetOpti
         draft = draft_hf(source, layout, policy, max_shard_size=options.max_shard_size, changes=changes)
     if draft.defects:
         raise DataError("the conversion cannot be planned", where=str(source.path), defects=draft.defects)
-    plan = Plan(draft.sources, draft.targets, source.equal, source.dropped)
+    plan = Plan(draft.sources, draft.targets, [*source.equal, *source.blank], source.dropped)
     plan.digest = plan_digest(plan)
     ledger = prove(plan, _wanted(source), _stored_bytes(source), draft.repeated)
     warnings = [*source.warnings, *draft.warnings, *_runtime_warnings(source, to, layout.name)]
@@ -170,9 +171,16 @@ def _widened(source: Source, draft: Draft) -> dict[str, DType]:
 def _runtime_warnings(source: Source, to: str, dialect: str) -> list[Defect]:
     """What the runtime of a dialect does to a correct checkpoint (``torch_dist.md`` section 5)."""
     spec = source.spec
-    if to != "megatron" or spec.dsa is None:
+    if to != "megatron":
         return []
-    warnings = []
+    warnings = [
+        Defect(
+            "runtime", f"a trainer's args cannot say: {what}", "common.pt", "set it in the trainer", "warning"
+        )
+        for what in unsaid(spec, dialect)
+    ]
+    if spec.dsa is None:
+        return warnings
     if dialect == "mcore-0.18":
         warnings.append(
             Defect(

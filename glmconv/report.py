@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from glmconv.planner import Planned
 class Report:
     """What a conversion did, or with ``dry_run`` would do. ``path`` is the published unit.
 
-    ``finished_earlier``: an earlier run of the same plan had published all but the tracker.
+    ``finished_earlier``: an earlier run of the same plan had published the unit, and was killed before
+    it ended. ``not_looked_at``: what a dry run leaves to the run.
     """
 
     source: Path
@@ -38,6 +39,7 @@ class Report:
     seconds: float = 0.0
     peak_rss_anon: int = 0
     finished_earlier: bool = False
+    not_looked_at: list[str] = field(default_factory=list)
     steps: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -57,6 +59,7 @@ class Report:
             "dropped": [{"name": n, "reason": r, "bytes": size} for n, r, size in self.dropped],
             "warnings": [str(warning) for warning in self.warnings],
             "plan_seconds": round(self.plan_seconds, 3),
+            "not_looked_at": self.not_looked_at,
             "dry_run": outcome is None and not self.finished_earlier,
             "finished_earlier": self.finished_earlier,
             "seconds": round(self.seconds, 3),
@@ -110,6 +113,12 @@ def make_manifest(planned: Planned, report: Report) -> dict[str, Any]:
         "layout": planned.to,
         "dialect": planned.layout.name if planned.to == "megatron" else None,
         "source": {"path": str(source.path.resolve()), "layout": report.from_layout},
+        "sources": [
+            dict(zip(("path", "size", "mtime_ns", "ctime_ns", "header"), one.identity, strict=True))
+            for one in planned.plan.sources
+        ],
+        "options": {name: value for name, value in asdict(planned.options).items() if value is not None},
+        "run": outcome.run if outcome else None,
         "plan_digest": report.plan_digest,
         "dtype": planned.options.dtype,
         "widened": report.widened,

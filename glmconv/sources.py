@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from glmconv.bridge import Bridge
-from glmconv.dtypes import DType
+from glmconv.config import DTYPE_FIELDS
+from glmconv.dtypes import BY_TORCH_NAME, DType
 from glmconv.errors import DataError, Defect, UsageError
 from glmconv.hf.origin import Origin
 from glmconv.hf.reader import HfCheckpoint, open_hf
 from glmconv.layout import Layout, expand_drops, expand_tied, hf_layout
-from glmconv.plan import Dropped, Equal, SourceFile
+from glmconv.plan import Blank, Dropped, Equal, SourceFile
 from glmconv.registry import get_bridge
 from glmconv.rules import Table
 from glmconv.spec import ModelSpec
@@ -54,6 +56,7 @@ class Source:
     tensors: dict[str, Located] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     equal: list[Equal] = field(default_factory=list)
+    blank: list[Blank] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     warnings: list[Defect] = field(default_factory=list)
     defects: list[Defect] = field(default_factory=list)
@@ -68,6 +71,14 @@ class Source:
     @property
     def table(self) -> Table:
         return self.bridge.table
+
+    @property
+    def bulk_dtype(self) -> DType:
+        """The dtype that most parameters are stored in; the config's where there are none."""
+        counts: Counter[DType] = Counter()
+        for located in self.tensors.values():
+            counts[located.dtype] += prod(located.tensor.shape)
+        return counts.most_common(1)[0][0] if counts else BY_TORCH_NAME[self.spec.dtype]
 
     def require_sound(self) -> None:
         """Raise DataError listing every defect, where there are any."""
@@ -231,6 +242,7 @@ def settle(source: Source, found: Found, options: SourceOptions) -> None:
     """Drop MTP where asked, fill or allow what is missing, and note what stays wrong."""
     source.defects += found.defects
     source.dropped += found.padding
+    source.blank += found.blank
     missing = {tensor.name: tensor for tensor in found.missing}
     if options.drop_mtp and source.spec.num_mtp:
         without = replace(source.spec, num_mtp=0)
@@ -256,6 +268,21 @@ def settle(source: Source, found: Found, options: SourceOptions) -> None:
             )
         )
     source.defects += [Defect("missing", f"shape {list(t.shape)}", t.name) for t in missing.values()]
+    _compare_dtype(source)
+
+
+def _compare_dtype(source: Source) -> None:
+    """Say it where the config names another dtype than the weights have: what loads by it casts them."""
+    held = source.bulk_dtype
+    blocks = [block for block in (source.config, source.config.get("text_config")) if isinstance(block, dict)]
+    said = {
+        name: str(block[name]) for block in blocks for name in DTYPE_FIELDS if block.get(name) is not None
+    }
+    for name, value in said.items():
+        if value.removeprefix("torch.") != held.torch_name:
+            what = f"says {value}, most of the weights are {held.label}"
+            hint = f"a config.json that is written says {held.torch_name}; --dtype {value} casts the weights"
+            source.warnings.append(Defect("dtype", what, f"config.json: {name}", hint, "warning"))
 
 
 def _fill(source: Source, missing: dict[str, Any], path: Path) -> None:

@@ -14,7 +14,7 @@ from math import prod
 from glmconv.dtypes import DType
 from glmconv.errors import Defect
 from glmconv.layout import Box, HfTensor, Layout, Part, view2d
-from glmconv.plan import Dropped
+from glmconv.plan import Blank, Dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class Found:
     missing: list[HfTensor] = field(default_factory=list)
     unused: dict[str, StoredTensor] = field(default_factory=dict)
     padding: list[Dropped] = field(default_factory=list)
+    blank: list[Blank] = field(default_factory=list)
     defects: list[Defect] = field(default_factory=list)
 
 
@@ -131,7 +132,7 @@ class _Locator:
         self.views: dict[str, dict[tuple[int, ...], _View]] = {}
         self.used: dict[str, int] = {}
         self.bad: dict[str, Defect] = {}
-        self.padded: set[str] = set()
+        self.padded: dict[str, Part] = {}
         self.holes: list[Defect] = []
 
     def _open(self, layout: Layout, part: Part) -> bool:
@@ -147,7 +148,7 @@ class _Locator:
         fits = tensor.shape == want
         if part.pads and len(tensor.shape) == len(want) and tensor.shape[1:] == want[1:]:
             fits = tensor.shape[0] >= want[0]
-            self.padded.add(name)
+            self.padded[name] = part
         if not fits or cuts_inner_axes(tensor, lead):
             self.bad[name] = _shape_defect(tensor, want, part)
             return False
@@ -172,6 +173,18 @@ class _Locator:
         return Located(
             tensor, stored.dtype, (Piece(chunk.file, chunk.offset, 0, 0, rows, cols, cols * size),)
         )
+
+    def padding(self, part: Part) -> Iterator[Blank]:
+        """Where the rows past a padded part's own lie: only zeros may be dropped as padding."""
+        stored = self.stored[part.stored]
+        rows, cols = view2d(part.shape)
+        past = Box(0, 0, stored.shape[0] - rows, cols, rows, 0)
+        for view in self.views[part.stored].values():
+            for held in view.pieces:
+                piece = _through(past, held, view.dtype.itemsize)
+                if piece is not None:
+                    run = piece.cols * view.dtype.itemsize
+                    yield Blank(part.stored, piece.file, piece.offset, run, piece.rows, piece.row_stride)
 
     def find(self, layout: Layout, tensor: HfTensor) -> Located | None:
         part = layout.home[tensor.name]
@@ -237,6 +250,7 @@ def locate(layouts: Iterable[Layout], stored: Mapping[str, StoredTensor]) -> Fou
         rest = stored[name].nbytes - used
         if rest and name in locator.padded:
             found.padding.append(Dropped(name, f"padding rows of the vocabulary ({rest:,} bytes)", rest))
+            found.blank += locator.padding(locator.padded[name])
         elif rest:
             found.defects.append(
                 Defect("unused-bytes", f"{rest:,} of its bytes belong to no tensor of the model", name)

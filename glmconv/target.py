@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from glmconv.config import DTYPE_FIELDS
 from glmconv.dtypes import DType
 from glmconv.errors import Defect
 from glmconv.hf.origin import FILE as ORIGIN_FILE
@@ -169,12 +170,28 @@ def literal_file(path: str, data: bytes) -> TargetFile:
     return TargetFile(path, len(data), literals=[(0, data)] if data else [])
 
 
+def saved_dtype(source: Source, cast: DType | None) -> DType:
+    """The dtype of the bulk of the weights as they are written: what their config has to say."""
+    return cast or source.bulk_dtype
+
+
 def config_changes(source: Source, cast: DType | None, drop_mtp: bool) -> dict[str, Any]:
-    """Fields of ``config.json`` that no longer describe the weights, with their new values."""
-    changes: dict[str, Any] = {}
-    if cast is not None and cast.torch_name != source.spec.dtype:
-        fields = [name for name in ("dtype", "torch_dtype") if name in source.config] or ["torch_dtype"]
-        changes |= dict.fromkeys(fields, cast.torch_name)
+    """Fields of ``config.json`` that do not describe the weights that are written, with right values.
+
+    ``dtype`` is that of what is saved, as with ``save_pretrained``, wherever the config says one.
+    """
+    saved = saved_dtype(source, cast).torch_name
+    changes = _with_dtype(source.config, saved)
+    text = source.config.get("text_config")
+    if isinstance(text, dict) and (inner := _with_dtype(text, saved)):
+        changes["text_config"] = {**text, **inner}
+    if not changes and saved != source.spec.dtype:
+        changes["torch_dtype"] = saved
     if drop_mtp and source.bridge.mtp_field is not None:
         changes[source.bridge.mtp_field] = 0
     return changes
+
+
+def _with_dtype(config: Mapping[str, Any], saved: str) -> dict[str, Any]:
+    given = {name: config[name] for name in DTYPE_FIELDS if config.get(name) is not None}
+    return {name: saved for name, value in given.items() if str(value).removeprefix("torch.") != saved}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from glmconv.errors import UsageError
+from glmconv.errors import Interrupted, UsageError
 from glmconv.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -80,6 +81,12 @@ def command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", "-f", help="Replace an existing unit once the new one is complete.")
     ] = False,
+    set_tracker: Annotated[
+        bool,
+        typer.Option(
+            "--set-tracker", help="Let the tracker name the new unit even where it names a newer one."
+        ),
+    ] = False,
     loader: Annotated[
         str | None, typer.Option(help="Megatron's name for the source kind: hf or megatron.")
     ] = None,
@@ -127,6 +134,7 @@ def command(
         copy_mode=_choice("--copy-mode", copy_mode, ("auto", "clone", "copy")),
         hash_mode=_choice("--hash", hash_mode, ("full", "none")),
         overwrite=overwrite,
+        set_tracker=set_tracker,
         dry_run=dry_run,
     )
     _check_loader(loader, src)
@@ -180,13 +188,21 @@ def _choice(flag: str, value: str, allowed: tuple[str, ...]) -> Any:
 
 @contextmanager
 def _stoppable() -> Iterator[Stop]:
-    """SIGINT and SIGTERM end the run cleanly; the journal stays and the same command resumes."""
+    """SIGINT and SIGTERM end the run cleanly; the journal stays and the same command resumes.
+
+    While nothing is written yet the first signal ends the command where it stands. A second one
+    always does: what is on disk is what a kill would leave.
+    """
     from glmconv.engine import Stop
 
     stop = Stop()
 
     def request(number: int, _frame: object) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
         stop.request(number)
+        if not stop.deferred:
+            raise Interrupted(number, hint="nothing was written")
 
     before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -218,9 +234,10 @@ def show(report: Report) -> None:
         labels = ", ".join(sorted(set(report.widened.values())))
         values["widened"] = f"{len(report.widened)} tensors from {labels} (exact)"
     if report.finished_earlier:
-        values["earlier run"] = "had published this unit; only the tracker was missing and is written now"
+        values["earlier run"] = "had published this unit; what it left undone is done now"
     elif outcome is None:
         values["dry run"] = "nothing was written"
+        values["not looked at"] = ", ".join(report.not_looked_at)
     else:
         values["bytes"] = ", ".join(f"{name} {size(count)}" for name, count in report.steps.items() if count)
         if outcome.clone_reason and outcome.copy_mode == "auto":

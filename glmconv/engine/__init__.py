@@ -2,32 +2,17 @@
 
 The straight line of a caller::
 
-    place = destination(dst, unit, sources=[src], overwrite=overwrite)   # refuses before any work
-    with StagingLock(place.staging):
+    place = destination(dst, unit, sources=[src])                 # refuses before any work
+    place.check_final()
+    place.prepare()
+    with StagingLock(place.staging) as lock:
         require_space(place.staging, space_needed(plan, place.staging, "auto"))
-        outcome = execute(plan, place.staging, workers=2, stop=stop)     # fills unit_dir(place.staging)
-        ...                                                              # caller adds metadata, manifest
-        publish(place.staging, place.final, overwrite=overwrite)         # fsync, one rename
-    write_tracker(dst, "release")
-
-Signatures::
-
-    execute(plan: Plan, staging: Path, *, workers: int = 2, copy_mode: CopyMode = "auto",
-            hash_mode: HashMode = "full", progress: Callable[[Progress], None] | None = None,
-            stop: Stop | None = None, journal_bytes: int = 256 << 20, restart: bool = False) -> Outcome
-    destination(dst: Path, unit: str | None, *, sources: Sequence[Path] = (),
-                overwrite: bool = False) -> Destination     # unit None: the unit is dst itself
-    unit_dir(staging: Path) -> Path
-    publish(staging: Path, final: Path, *, overwrite: bool = False) -> None
-    discard(staging: Path) -> None
-    write_tracker(root: Path, text: str) -> None
-    require_space(path: Path, need: int) -> None
-    space_needed(plan: Plan, directory: Path, copy_mode: CopyMode) -> int
-    StagingLock(staging: Path)                              # context manager; StorageError when busy
-    clone_refusal(source: Path | None, directory: Path) -> str | None
-    tree_digest(leaf_digests: bytes) -> bytes
-    hash_range(fd: int, offset: int, size: int) -> bytes    # leaf digests, 16 bytes each
-    Stop().request(signal_number)                           # safe inside a signal handler
+        outcome = execute(plan, place.staging, guard=lock.check)  # fills unit_dir(place.staging)
+        ...                                                       # caller adds the manifest
+        publish(place, guard=lock.check)                          # flushed, one rename
+        set_tracker(place.dst, "release", place.staging)
+        clean_up(place.staging)
+        lock.remove_with_directory()
 
 ``Outcome.leaves[(target path, payload index)]`` holds a payload's leaf digests (16 bytes each,
 concatenated); ``Outcome.digest(path, index)`` is the payload's own digest.
@@ -36,24 +21,27 @@ concatenated); ``Outcome.digest(path, index)`` is the payload's own digest.
 from __future__ import annotations
 
 from glmconv.engine.clone import clone_refusal
+from glmconv.engine.conditions import check_conditions
+from glmconv.engine.destination import Destination, destination, require_space, unit_dir
 from glmconv.engine.hashes import DIGEST_BYTES, LeafHasher, hash_range, tree_digest
 from glmconv.engine.lock import StagingLock
 from glmconv.engine.outcome import CopyMode, HashMode, Outcome, Progress, Stop
 from glmconv.engine.publish import (
-    Destination,
-    destination,
-    discard,
+    State,
+    clean_up,
     publish,
-    require_space,
-    unit_dir,
+    recognise,
+    restore_old,
+    retire_journal,
     write_atomically,
-    write_tracker,
 )
 from glmconv.engine.run import execute
 from glmconv.engine.space import space_needed
+from glmconv.engine.tracker import TRACKER, Tracked, read_tracker, set_tracker
 
 __all__ = [
     "DIGEST_BYTES",
+    "TRACKER",
     "CopyMode",
     "Destination",
     "HashMode",
@@ -61,17 +49,24 @@ __all__ = [
     "Outcome",
     "Progress",
     "StagingLock",
+    "State",
     "Stop",
+    "Tracked",
+    "check_conditions",
+    "clean_up",
     "clone_refusal",
     "destination",
-    "discard",
     "execute",
     "hash_range",
     "publish",
+    "read_tracker",
+    "recognise",
     "require_space",
+    "restore_old",
+    "retire_journal",
+    "set_tracker",
     "space_needed",
     "tree_digest",
     "unit_dir",
     "write_atomically",
-    "write_tracker",
 ]

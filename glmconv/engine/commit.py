@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from glmconv.engine.files import OpenTarget, storage_error, sync_directory
+from glmconv.engine.files import OpenTarget, make_directories, storage_error, sync_directory
 from glmconv.engine.journal import Finished, Journal
 from glmconv.engine.slots import TargetSlots
-from glmconv.errors import StorageError
 
 INTERVAL = 2.0
 """Seconds after which finished jobs are recorded even when they are small."""
@@ -40,19 +39,15 @@ class TargetFiles:
         """``slots`` of target ``index`` are to be written; those of an earlier run are not counted."""
         self._left[index] = slots
 
-    def check_kept(self, index: int) -> None:
-        """Raise StorageError unless a file that an earlier run wrote is still there, whole."""
+    def is_kept(self, index: int) -> bool:
+        """Whether a file that an earlier run wrote is still there, whole. StorageError on failure."""
         path = self.path(index)
         try:
-            size = path.stat().st_size
+            return path.stat().st_size == self._targets[index].target.size
+        except FileNotFoundError:
+            return False
         except OSError as error:
             raise storage_error(error, path, "find what the unfinished run wrote") from error
-        if size != self._targets[index].target.size:
-            raise StorageError(
-                "the file was changed since the unfinished run wrote it (its size differs)",
-                where=os.fspath(path),
-                hint="delete the staging directory and run the same command again",
-            )
 
     def get(self, index: int) -> OpenTarget:
         """Target ``index``, open for writing; the file is created with its full size, all holes."""
@@ -65,7 +60,7 @@ class TargetFiles:
 
     def _create(self, path: Path, size: int) -> int:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directories(path.parent)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 if os.fstat(fd).st_size != size:
@@ -110,7 +105,7 @@ class Committer:
         self._failed = failed
         self._changed = threading.Condition()
         self._finished: list[Finished] = []
-        self._equal: list[int] = []
+        self._held: list[int] = []
         self._bytes = 0
         self._since = 0.0
         self._closing = False
@@ -121,13 +116,13 @@ class Committer:
         """Take a finished job; ``weight`` is roughly what flushing it costs, in bytes."""
         self._take(lambda: self._finished.append(job), weight)
 
-    def equal(self, index: int) -> None:
-        """Take the number of a pair that compared equal."""
-        self._take(lambda: self._equal.append(index), 0)
+    def held(self, index: int) -> None:
+        """Take the number of a condition that holds."""
+        self._take(lambda: self._held.append(index), 0)
 
     def _take(self, add: Callable[[], None], weight: int) -> None:
         with self._changed:
-            if not (self._finished or self._equal):
+            if not (self._finished or self._held):
                 self._since = time.monotonic()
             add()
             self._bytes += weight
@@ -151,7 +146,7 @@ class Committer:
         """Wait for a batch; False at the end."""
         with self._changed:
             while True:
-                waiting = bool(self._finished or self._equal)
+                waiting = bool(self._finished or self._held)
                 if self._closing:
                     return waiting
                 age = time.monotonic() - self._since
@@ -163,7 +158,7 @@ class Committer:
     def _commit(self) -> None:
         with self._changed:
             jobs, self._finished = self._finished, []
-            pairs, self._equal = self._equal, []
+            held, self._held = self._held, []
             self._bytes = 0
         slots: dict[int, int] = {}
         for job in jobs:
@@ -172,6 +167,6 @@ class Committer:
             self._files.flush(index)
         for directory in {self._files.path(index).parent for index in slots}:
             sync_directory(directory)
-        self._journal.append(jobs, pairs)
+        self._journal.append(jobs, held)
         for index, count in slots.items():
             self._files.written(index, count)

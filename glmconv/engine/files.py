@@ -7,6 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from glmconv.errors import DataError, StorageError
 from glmconv.plan import SourceFile
@@ -143,6 +144,20 @@ def write_all(target: OpenTarget, view: memoryview, offset: int) -> None:
             done += os.pwritev(target.fd, [view[done:] if done else view], offset + done)
         except OSError as error:
             raise storage_error(error, target.path, "write") from error
+
+
+def make_directories(path: Path) -> None:
+    """Create ``path`` and what is missing above it, each made durable in the directory that holds it.
+
+    Raises OSError; directories that another process creates meanwhile are fine.
+    """
+    missing = [path]
+    while not missing[-1].parent.is_dir() and missing[-1] != missing[-1].parent:
+        missing.append(missing[-1].parent)
+    for directory in reversed(missing):
+        if not directory.is_dir():
+            directory.mkdir(exist_ok=True)
+            sync_directory(directory.parent)
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:

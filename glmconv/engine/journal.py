@@ -1,8 +1,12 @@
 """The journal: which slots of which target files are finished and on disk.
 
-One line a record, each with its own checksum, so that a torn tail is told from a whole record. The
-first line is the header: format, plan digest, hash mode and the identity of every source. Records
-are appended after their data is on disk, never before.
+One line a record, each with its own checksum, so that a torn or damaged one is told from a whole
+one. The first line is the header: format, run, plan digest, hash mode and the identity of every
+source, in order. Records are appended after their data is on disk, never before.
+
+Each holder of the staging directory takes the next *fence*, a number that stands in all its records.
+A holder that lost the directory while it was asleep may still append: its records are older by
+their fence than those of the holder after it, and are not believed.
 """
 
 from __future__ import annotations
@@ -10,19 +14,21 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Iterable, Iterator
+import secrets
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from glmconv.engine.files import OpenTarget, storage_error, sync_directory, write_all
+from glmconv.engine.files import OpenTarget, storage_error, sync_directory
 from glmconv.errors import DataError, StorageError
-from glmconv.plan import Plan
+from glmconv.plan import PLAN_FORMAT, Plan
 
-FORMAT = 1
-RESTART_HINT = "run with --overwrite to start again, or delete the staging directory"
+JOURNAL = "journal"
+RESTART_HINT = "--overwrite discards it and starts again, another destination leaves it alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +43,10 @@ class Finished:
 
 @dataclass(slots=True)
 class Found:
-    """What an earlier run left: finished slots, and the numbers of the pairs that compared equal."""
+    """What an earlier run left: finished slots, and the numbers of the conditions that held."""
 
     finished: list[Finished] = field(default_factory=list)
-    equal: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
 
 
 def _line(record: dict[str, Any]) -> bytes:
@@ -48,20 +54,24 @@ def _line(record: dict[str, Any]) -> bytes:
     return b"%s %s\n" % (xxhash.xxh3_64(text).hexdigest().encode(), text)
 
 
-def _records(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
-    """Whole records in order, each with the offset behind it; ends at the first damaged one."""
-    at = 0
-    while (stop := data.find(b"\n", at)) >= 0:
-        digest, _, text = data[at:stop].partition(b" ")
-        if digest != xxhash.xxh3_64(text).hexdigest().encode():
-            return
-        at = stop + 1
-        yield json.loads(text), at
+def _records(data: bytes) -> Iterator[dict[str, Any]]:
+    """Whole records in order; damaged ones are passed over."""
+    for line in data.split(b"\n"):
+        digest, _, text = line.partition(b" ")
+        if digest == xxhash.xxh3_64(text).hexdigest().encode():
+            yield json.loads(text)
 
 
 def _header(plan: Plan, hash_mode: str) -> dict[str, Any]:
-    sources = [[s.path, s.size, s.mtime_ns, s.header_digest] for s in plan.sources]
-    return {"format": FORMAT, "plan": plan.digest, "hash": hash_mode, "sources": sources}
+    return {
+        "format": PLAN_FORMAT,
+        "plan": plan.digest,
+        "hash": hash_mode,
+        "sources": [source.identity for source in plan.sources],
+    }
+
+
+_FIELDS = ("path", "size", "modification time", "time of change", "header")
 
 
 def _refuse_mismatch(found: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
@@ -71,19 +81,13 @@ def _refuse_mismatch(found: dict[str, Any], wanted: dict[str, Any], path: Path) 
         raise StorageError(
             "the unfinished run here was made by another version of glmconv", where=where, hint=RESTART_HINT
         )
-    before = {entry[0]: entry for entry in found["sources"]}
-    for entry in wanted["sources"]:
-        old = before.get(entry[0])
-        if old is not None and old != entry:
-            what = "size" if old[1] != entry[1] else "modification time" if old[2] != entry[2] else "header"
-            raise DataError(
-                f"the source changed since the unfinished run here: the {what} of {entry[0]} differs",
-                where=where,
-                hint=RESTART_HINT,
-            )
-    if found["plan"] != wanted["plan"] or len(before) != len(wanted["sources"]):
+    _refuse_other_sources(found["sources"], wanted["sources"], where)
+    if found["plan"] != wanted["plan"]:
         raise StorageError(
-            "the unfinished run here is another conversion (its plan differs)", where=where, hint=RESTART_HINT
+            "the unfinished run here is another conversion of the same source (its plan differs: other "
+            "options, or another version of what is written beside the weights)",
+            where=where,
+            hint=f"the command that began it resumes it; {RESTART_HINT}",
         )
     if found["hash"] != wanted["hash"]:
         raise StorageError(
@@ -93,74 +97,141 @@ def _refuse_mismatch(found: dict[str, Any], wanted: dict[str, Any], path: Path) 
         )
 
 
-class Journal:
-    """The open journal of one run. Use :func:`open_journal`."""
+def _refuse_other_sources(before: list[list[Any]], now: list[list[Any]], where: str) -> None:
+    """Name the first source that is another object than the unfinished run's."""
+    for old, new in zip(before, now, strict=False):
+        if old == new:
+            continue
+        if old[0] != new[0]:
+            raise StorageError(
+                f"the unfinished run here reads {old[0]}, this one {new[0]}: bytes of two checkpoints "
+                "are never mixed",
+                where=where,
+                hint=f"the command that began it resumes it; {RESTART_HINT}",
+            )
+        what = next(name for name, a, b in zip(_FIELDS, old, new, strict=True) if a != b)
+        raise DataError(
+            f"the source changed since the unfinished run here: the {what} of {new[0]} differs",
+            where=where,
+            hint=RESTART_HINT,
+        )
+    if len(before) != len(now):
+        raise StorageError(
+            f"the unfinished run here reads {len(before)} files, this one {len(now)}: another conversion",
+            where=where,
+            hint=f"the command that began it resumes it; {RESTART_HINT}",
+        )
 
-    def __init__(self, path: Path, fd: int, end: int) -> None:
+
+class Journal:
+    """The open journal of one run. Use :func:`open_journal`.
+
+    ``run`` names the run in journal and manifest. ``guard`` is called before anything is written
+    and raises where this process no longer holds the staging directory.
+    """
+
+    def __init__(self, path: Path, fd: int, run: str, fence: int, guard: Callable[[], None]) -> None:
         self._target = OpenTarget(fd, os.fspath(path))
-        self._end = end
+        self.run = run
+        self._fence = fence
+        self._guard = guard
 
     def begin(self, plan: Plan, hash_mode: str) -> None:
         """Write the header of a new run. The unit must be empty by then: from here on it is trusted."""
-        self._write(_line(_header(plan, hash_mode)))
+        self._write(_line({**_header(plan, hash_mode), "run": self.run}))
         sync_directory(os.path.dirname(self._target.path))
 
-    def append(self, finished: Iterable[Finished], equal: Iterable[int] = ()) -> None:
-        """Record finished slots and equal pairs; their data must be on disk already. Durable on return."""
+    def append(self, finished: Iterable[Finished], held: Iterable[int] = ()) -> None:
+        """Record finished slots and conditions that held; the data must be on disk. Durable on return."""
         lines = [
-            _line({"t": f.target, "s": f.first, "e": f.end, "h": base64.b64encode(f.digests).decode()})
+            {"t": f.target, "s": f.first, "e": f.end, "h": base64.b64encode(f.digests).decode()}
             for f in finished
         ]
-        lines += [_line({"equal": index}) for index in equal]
-        self._write(b"".join(lines))
+        lines += [{"held": index} for index in held]
+        self._write(b"".join(_line({**line, "f": self._fence}) for line in lines))
+
+    def forget(self, target: int) -> None:
+        """Take back all that was recorded of a target file, which will be written anew."""
+        self._write(_line({"forget": target, "f": self._fence}))
 
     def _write(self, data: bytes) -> None:
-        write_all(self._target, memoryview(data), self._end)
-        self._end += len(data)
+        self._guard()
         try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(self._target.fd, left) :]
             os.fdatasync(self._target.fd)
         except OSError as error:
-            raise storage_error(error, self._target.path, "flush the journal") from error
+            raise storage_error(error, self._target.path, "write the journal") from error
 
     def close(self) -> None:
         os.close(self._target.fd)
 
 
-def open_journal(path: Path, plan: Plan, hash_mode: str) -> tuple[Journal, Found | None]:
+def open_journal(
+    path: Path, plan: Plan, hash_mode: str, guard: Callable[[], None] = lambda: None
+) -> tuple[Journal, Found | None]:
     """Open or create the journal at ``path`` for ``plan``.
 
     Returns what an earlier run of the same plan finished, or None when there was none (no journal,
     or one that was killed before its header was whole): the caller then clears the unit and calls
     :meth:`Journal.begin`. Raises DataError when the sources changed since, StorageError when the
-    journal is another plan's.
+    journal is another run's.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # Appending: what a holder that was asleep writes late can never cover another's records.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise storage_error(error, path, "open the journal") from error
     try:
-        found, end = _read(path, fd, plan, hash_mode)
-        os.ftruncate(fd, end)
-        return Journal(path, fd, end), found
+        data = _content(path, fd)
+        header = next(_records(data), None)
+        if header is None or "plan" not in header:
+            guard()
+            os.ftruncate(fd, 0)
+            return Journal(path, fd, secrets.token_hex(8), 0, guard), None
+        _refuse_mismatch(header, _header(plan, hash_mode), path)
+        found, fence = _believed(data)
+        journal = Journal(path, fd, str(header["run"]), fence + 1, guard)
+        torn = b"" if data.endswith(b"\n") else b"\n"
+        journal._write(torn + _line({"fence": fence + 1, "f": fence + 1}))
+        return journal, found
+    except OSError as error:
+        os.close(fd)
+        raise storage_error(error, path, "open the journal") from error
     except BaseException:
         os.close(fd)
         raise
 
 
-def _read(path: Path, fd: int, plan: Plan, hash_mode: str) -> tuple[Found | None, int]:
-    """What the journal tells, and where its whole records end."""
+def _content(path: Path, fd: int) -> bytes:
     with open(fd, "rb", closefd=False) as file:
-        data = file.read()
-    found: Found | None = None
-    end = 0
-    for record, behind in _records(data):
-        if found is None:
-            _refuse_mismatch(record, _header(plan, hash_mode), path)
-            found = Found()
-        elif "equal" in record:
-            found.equal.add(record["equal"])
-        else:
+        return file.read()
+
+
+def _believed(data: bytes) -> tuple[Found, int]:
+    """What the records tell, late ones of an earlier holder left out; and the latest fence."""
+    found, fence = Found(), 0
+    for record in islice(_records(data), 1, None):
+        if record["f"] < fence:
+            continue
+        fence = record["f"]
+        if "held" in record:
+            found.held.add(record["held"])
+        elif "forget" in record:
+            found.finished = [done for done in found.finished if done.target != record["forget"]]
+        elif "t" in record:
             digests = base64.b64decode(record["h"])
             found.finished.append(Finished(record["t"], record["s"], record["e"], digests))
-        end = behind
-    return found, end
+    return found, fence
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a journal, empty where there is none that is whole. Raises StorageError."""
+    try:
+        with path.open("rb") as file:
+            return next(_records(file.readline()), {})
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise storage_error(error, path, "read the journal") from error

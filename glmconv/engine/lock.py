@@ -2,7 +2,8 @@
 
 ``flock`` tells on one host, and on network filesystems that carry it, whether the holder lives: a
 dead one's lock is free at once. Where locks do not reach another host, its lease does: a holder
-touches the file every half minute, and one that has not for minutes is taken for dead.
+touches the file every half minute, and one that has not for minutes is taken for dead. A holder
+that was only asleep finds out by :meth:`StagingLock.check` before it changes anything again.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from glmconv.engine.files import storage_error
+from glmconv.engine.files import make_directories, storage_error, sync_directory
 from glmconv.errors import StorageError
+
+LOCK = "lock"
 
 HEARTBEAT = 30.0
 SETTLE = 0.5
@@ -50,14 +55,17 @@ def _start_ticks(pid: int) -> str:
 class StagingLock:
     """Holds a staging directory for this process while the ``with`` block runs.
 
-    Entering raises StorageError that names the holder when the directory is in use.
+    Entering raises StorageError that names the holder when the directory is in use. After
+    :meth:`remove_with_directory` leaving the block removes the lock and the empty directory.
     """
 
     def __init__(self, staging: Path, *, heartbeat: float = HEARTBEAT, lease: float = LEASE) -> None:
-        self._path = staging / "lock"
+        self.token = secrets.token_hex(8)
+        self._path = staging / LOCK
         self._heartbeat = heartbeat
         self._lease = lease
         self._fd = -1
+        self._removes = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -75,14 +83,64 @@ class StagingLock:
         if self._thread is not None:
             self._thread.join()
         try:
-            os.ftruncate(self._fd, 0)  # an empty file has no holder
+            if self._is_ours():
+                self._leave()
+        except OSError as failure:
+            if error is None:
+                raise storage_error(failure, self._path, "leave the staging directory") from failure
         finally:
             os.close(self._fd)
+        if self._removes:
+            # Network filesystems keep the name of an unlinked open file until it is closed: only now
+            # is the directory empty there.
+            with suppress(OSError):  # another run may have entered it meanwhile
+                self._path.parent.rmdir()
+                sync_directory(self._path.parent.parent)
+
+    def _leave(self) -> None:
+        if self._removes:
+            self._path.unlink()
+        else:
+            os.ftruncate(self._fd, 0)  # an empty file has no holder
+
+    def check(self) -> None:
+        """Raise StorageError unless the lock is still ours: a lease ends where its holder was asleep."""
+        try:
+            ours = self._is_ours()
+        except OSError as error:
+            raise storage_error(error, self._path, "look at the lock") from error
+        if not ours:
+            holder = self._holder(self._named())
+            who = f"process {holder.get('pid')} on {holder.get('host')}" if holder else "another process"
+            raise StorageError(
+                f"this run lost the destination: {who} took it over while this one gave no sign of life",
+                where=os.fspath(self._path.parent),
+                hint="let one of the two end; this one has stopped and written nothing since",
+            )
+
+    def remove_with_directory(self) -> None:
+        """Remove the lock, and the directory if nothing else is in it, when the block is left."""
+        self._removes = True
+
+    def _is_ours(self) -> bool:
+        """Whether the path names our file and our text stands in it."""
+        return self._is_current() and self._holder(self._named()).get("token") == self.token
+
+    def _named(self) -> bytes:
+        """The text of the file that the path names now, read anew: another host may have written it."""
+        try:
+            with open(self._path, "rb") as file:
+                return file.read(4096)
+        except FileNotFoundError:
+            return b""
 
     def _try_enter(self) -> bool:
         """Take the lock; False when the file was replaced meanwhile. StorageError when it is busy."""
         try:
+            make_directories(self._path.parent)  # a run that ended meanwhile removed it
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            return False
         except OSError as error:
             raise storage_error(error, self._path, "open the lock") from error
         try:
@@ -105,7 +163,7 @@ class StagingLock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise self._busy(self._holder(), "it holds the lock") from error
+                raise self._busy(self._holder(self._text()), "it holds the lock") from error
             if error.errno not in _NO_LOCKS:
                 raise storage_error(error, self._path, "lock") from error
             return False
@@ -120,17 +178,21 @@ class StagingLock:
         held = os.fstat(self._fd)
         return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
 
-    def _holder(self) -> dict[str, Any]:
-        """What the holder wrote; empty when nobody holds the file or the text is torn."""
+    def _text(self) -> bytes:
+        return os.pread(self._fd, 4096, 0)
+
+    @staticmethod
+    def _holder(text: bytes) -> dict[str, Any]:
+        """What a holder wrote; empty when nobody holds the file or the text is torn."""
         try:
-            holder = json.loads(os.pread(self._fd, 4096, 0))
+            holder = json.loads(text)
         except ValueError:
             return {}
         return holder if isinstance(holder, dict) else {}
 
     def _refuse_living_holder(self, locked: bool) -> None:
         """With our lock taken, a holder of this host is dead; one of another host is by its lease."""
-        holder = self._holder()
+        holder = self._holder(self._text())
         if not holder:
             return
         if holder.get("boot") == _boot_id():
@@ -165,6 +227,7 @@ class StagingLock:
 
     def _write_holder(self) -> None:
         holder = {
+            "token": self.token,
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -180,14 +243,18 @@ class StagingLock:
     def _confirm_claim(self) -> None:
         """Without locks two processes may both have written: the one whose text stayed goes on."""
         time.sleep(SETTLE)
-        holder = self._holder()
-        if (holder.get("boot"), holder.get("pid")) != (_boot_id(), os.getpid()):
+        holder = self._holder(self._named())
+        if holder.get("token") != self.token:
             raise self._busy(holder, "it took the destination at the same moment")
 
     def _beat(self) -> None:
-        """Write one byte again: on network filesystems the server then stamps the time, not this host."""
+        """Write one byte again: on network filesystems the server then stamps the time, not this host.
+
+        A lock that was lost is left alone: the stamp would tell of a life that is not its holder's.
+        """
         while not self._stop.wait(self._heartbeat):
             try:
-                os.pwrite(self._fd, b"{", 0)
+                if self._is_ours():
+                    os.pwrite(self._fd, b"{", 0)
             except OSError:
                 continue  # the next beat tries again; losing some is what the lease allows for

@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from glmconv.engine.hashes import tree_digest
+from glmconv.errors import Interrupted
 
 CopyMode = Literal["auto", "clone", "copy"]
 HashMode = Literal["full", "none"]
 
 
 class Stop:
-    """A request to end early. A signal handler may set it: it takes no lock."""
+    """A request to end early. A signal handler may set it: it takes no lock.
+
+    ``deferred`` is true while work is under way that ends cleanly by itself once it sees the request;
+    otherwise the handler may raise at once, since nothing was begun.
+    """
 
     def __init__(self) -> None:
         self.signal_number = 0
+        self.deferred = False
 
     def request(self, signal_number: int = signal.SIGINT) -> None:
         self.signal_number = signal_number
 
     def is_set(self) -> bool:
         return self.signal_number != 0
+
+    @contextmanager
+    def defer(self) -> Iterator[None]:
+        """Work that looks at the request itself and ends cleanly."""
+        self.deferred = True
+        try:
+            yield
+        finally:
+            self.deferred = False
+
+    def check(self) -> None:
+        """Raise Interrupted where the request was made."""
+        if self.is_set():
+            raise Interrupted(self.signal_number, hint="run the same command again: it resumes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +65,11 @@ class Outcome:
     had finished, ``bytes_literal`` (beside the sum) what lies between payloads. ``clone_reason`` says
     why bytes were copied that might have been cloned; empty when nothing was refused.
     ``bytes_reread`` were read for their hash alone, in ``reread_seconds`` of the workers' time.
-    ``leaves[(target path, payload index)]`` holds leaf digests, 16 bytes each, put end to end.
+    ``run`` names the run, over all its interruptions. ``leaves[(target path, payload index)]`` holds leaf
+    digests, 16 bytes each, put end to end.
     """
 
+    run: str
     copy_mode: CopyMode
     hash_mode: HashMode
     bytes_cloned: int

@@ -1,192 +1,147 @@
-"""Where a conversion is staged, and the one rename that makes it appear.
+"""From a finished unit to a published one: one written order, and every state between recognised.
 
-A staging directory holds ``unit`` (what will be published), ``journal``, ``lock`` and, while an old
-unit is being replaced, ``old``. Only ``unit`` is renamed into place.
+1. the unit and its directories are flushed;
+2. one rename puts it in place (``RENAME_EXCHANGE`` where it replaces an old one; two renames where
+   the filesystem has no exchange), and both directories are flushed;
+3. ``journal`` becomes ``published``: from here on nothing is converted again;
+4. the tracker;
+5. what was replaced, ``published``, the lock and the staging directory go, in this order.
+
+A run killed between any two of these leaves a state that :func:`recognise` names, and that the same
+command finishes.
 """
 
 from __future__ import annotations
 
+import ctypes
+import enum
+import errno
 import os
-import secrets
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from glmconv.engine.files import storage_error, sync_directory
-from glmconv.errors import StorageError, UsageError
+from glmconv.engine.destination import Destination, unit_dir
+from glmconv.engine.files import make_directories, storage_error, sync_directory
+from glmconv.engine.journal import JOURNAL, read_header
+from glmconv.engine.lock import LOCK
+from glmconv.engine.outcome import Stop
 
-TRACKER = "latest_checkpointed_iteration.txt"
-"""Megatron's own name for the file that says which unit to load."""
+PUBLISHED = "published"
+OLD = "old"
 
-UNIT_MARKS = frozenset(
-    {
-        "glmconv.json",
-        "config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "adapter_config.json",
-        ".metadata",
-        "metadata.json",
-        "common.pt",
-    }
-)
-"""One of these is in every checkpoint: a directory with none of them is never replaced."""
-
-OVERWRITE_HINT = "use --overwrite to replace it, or choose another destination"
+RENAME_EXCHANGE = 2
+"""renameat2(2): both names keep existing, each with the other's directory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """``staging`` is where the work happens; ``final`` is where its ``unit`` will appear."""
+class State(enum.Enum):
+    """What an earlier run left at a destination."""
 
-    dst: Path
-    final: Path
-    staging: Path
+    OPEN = "the unit is still to be made: nothing is there, or an unfinished run, or what is to be replaced"
+    PUBLISHED = "the unit is in place, made by this very plan; the rest of the order is still to be done"
 
 
-def unit_dir(staging: Path) -> Path:
-    """What will be published."""
-    return staging / "unit"
+def recognise(place: Destination, digest: str, manifest: dict[str, Any] | None) -> State:
+    """The state of a destination for the plan with this digest. Nothing is changed.
 
-
-def journal_path(staging: Path) -> Path:
-    return staging / "journal"
-
-
-def destination(
-    dst: Path, unit: str | None, *, sources: Sequence[Path] = (), overwrite: bool = False
-) -> Destination:
-    """Check a destination and create its staging directory.
-
-    ``unit`` is the directory under ``dst`` that is published (``release``), or None when it is ``dst``
-    itself. The staging directory is on the same filesystem as ``final``: inside ``dst`` when that is
-    a directory and not the unit, else beside it.
-
-    Raises UsageError when ``dst`` is, is in, or holds a source; StorageError when the unit exists
-    (without ``overwrite``), cannot be replaced by one rename, or when nothing can be written there.
+    ``manifest`` is what stands in ``place.final``. Its run is the one that the staging directory
+    tells of, once that run has put its unit in place. A staging directory without journal and
+    ``published`` is the last that a finished run leaves (or the first that a new one makes: that
+    one may only overwrite here, and does).
     """
-    dst = Path(os.path.realpath(dst))
-    for source in sources:
-        _refuse_nesting(source, dst)
-    final = dst if unit is None else dst / unit
-    _check_directory(dst)
-    check_final(final, overwrite)
-    if unit is None and os.path.ismount(dst):
-        raise StorageError(
-            "the destination is a mount point, which no rename can replace",
-            where=os.fspath(dst),
-            hint="name a new directory inside it",
-        )
-    beside = dst.parent / f".{dst.name}.glmconv-{unit or 'hf'}.partial"
-    inside = dst / f".glmconv-{unit}.partial"
-    staging = beside if unit is None or not dst.is_dir() or beside.is_dir() else inside
+    if manifest is None or manifest.get("plan_digest") != digest:
+        return State.OPEN
+    for name in (JOURNAL, PUBLISHED):
+        header = read_header(place.staging / name)
+        if header.get("plan") == digest and header.get("run") == manifest.get("run"):
+            return State.PUBLISHED
+    bare = place.staging.is_dir() and not (place.staging / JOURNAL).exists()
+    return State.PUBLISHED if bare and not place.overwrite else State.OPEN
+
+
+def restore_old(place: Destination) -> None:
+    """Put an old unit back that a run moved aside and did not replace. Raises StorageError."""
+    old = place.staging / OLD
+    if os.path.lexists(old) and not os.path.lexists(place.final):
+        try:
+            old.rename(place.final)
+        except OSError as error:
+            raise storage_error(error, place.final, "put the old unit back") from error
+        sync_directory(place.final.parent)
+
+
+def publish(
+    place: Destination, *, guard: Callable[[], None] = lambda: None, stop: Stop | None = None
+) -> None:
+    """Make the unit durable and put it in place: steps 1 to 3.
+
+    ``guard`` is called before each step and raises where the staging directory was lost to another
+    process. The caller holds the lock. Raises StorageError or Interrupted; nothing is lost then, and
+    the same call can be made again.
+    """
+    unit = unit_dir(place.staging)
+    guard()
+    place.check_final()
+    _sync_tree(unit, stop or Stop())
     try:
-        staging.mkdir(parents=True, exist_ok=True)
-        _check_writable(staging)
+        make_directories(place.final.parent)
+        guard()
+        if place.final.is_dir() and any(place.final.iterdir()):
+            _replace(place, unit, guard)
+        else:
+            unit.rename(place.final)
     except OSError as error:
-        raise storage_error(error, staging, "create the staging directory") from error
-    return Destination(dst, final, staging)
+        raise storage_error(error, place.final, "publish") from error
+    sync_directory(place.final.parent)
+    sync_directory(place.staging)
+    guard()
+    retire_journal(place.staging)
 
 
-def _check_directory(dst: Path) -> None:
-    if os.path.lexists(dst) and not dst.is_dir():
-        what = "the destination is not a directory"
-        raise StorageError(what, where=os.fspath(dst), hint="choose another path")
-
-
-def _check_writable(staging: Path) -> None:
-    probe = staging / f"probe-{os.getpid()}-{secrets.token_hex(4)}"
-    probe.write_bytes(b"")
-    probe.unlink()
-
-
-def _refuse_nesting(source: Path, dst: Path) -> None:
-    """Raise UsageError when one of the two is, or is inside, the other (links do not hide it)."""
-    source = Path(os.path.realpath(source))
-    where = os.fspath(dst)
-    hint = "choose a destination outside of the source; a source is never written to"
-    for ancestor in (dst, *dst.parents):
-        if _same(ancestor, source):
-            what = "the source itself" if ancestor == dst else f"inside the source {source}"
-            raise UsageError(f"the destination is {what}", where=where, hint=hint)
-    if any(_same(ancestor, dst) for ancestor in source.parents):
-        raise UsageError(f"the source {source} is inside the destination", where=where, hint=hint)
-
-
-def _same(left: Path, right: Path) -> bool:
+def retire_journal(staging: Path) -> None:
+    """Step 3, where it is still to be done. StorageError on failure."""
     try:
-        return os.path.samefile(left, right)
-    except OSError:
-        return left == right  # one of them does not exist (yet)
-
-
-def check_final(final: Path, overwrite: bool) -> None:
-    """Raise StorageError unless ``final`` is free, empty, or a checkpoint that may be overwritten."""
-    try:
-        names = {entry.name for entry in os.scandir(final)}
+        (staging / JOURNAL).rename(staging / PUBLISHED)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise storage_error(error, final, "look into the destination") from error
-    if not names:
-        return
-    if not overwrite:
-        raise StorageError("the destination exists already", where=os.fspath(final), hint=OVERWRITE_HINT)
-    if not names & UNIT_MARKS and not any(name.endswith((".safetensors", ".distcp")) for name in names):
-        raise StorageError(
-            "the destination does not look like a checkpoint, so --overwrite does not replace it",
-            where=os.fspath(final),
-            hint="remove it yourself, or choose another destination",
-        )
+        raise storage_error(error, staging, "end the journal") from error
+    sync_directory(staging)
 
 
-def require_space(path: Path, need: int) -> None:
-    """Raise StorageError unless ``need`` bytes are free at ``path`` (or its nearest existing parent)."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
+def _replace(place: Destination, unit: Path, guard: Callable[[], None]) -> None:
+    """Exchange old and new; where the filesystem cannot, move the old one aside first."""
     try:
-        stat = os.statvfs(path)
+        _exchange(unit, place.final)
     except OSError as error:
-        raise storage_error(error, path, "ask for free space") from error
-    free = stat.f_bavail * stat.f_frsize
-    if free < need:
-        raise StorageError(
-            f"{need:,} bytes are needed and {free:,} are free",
-            where=os.fspath(path),
-            hint=f"free {need - free:,} bytes or choose a destination on another filesystem",
-        )
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+            raise
+        old = place.staging / OLD
+        if old.exists():
+            remove_tree(old)
+        guard()
+        place.final.rename(old)
+        unit.rename(place.final)
 
 
-def publish(staging: Path, final: Path, *, overwrite: bool = False) -> None:
-    """Make the unit durable and rename it to ``final``; then remove the staging directory.
-
-    The caller still holds the staging lock. An old unit is moved aside first and removed after, so
-    it goes only when the new one is in its place. Raises StorageError; nothing is lost then, and
-    the same call can be made again.
-    """
-    unit, old = unit_dir(staging), staging / "old"
-    check_final(final, overwrite)
-    _sync_tree(unit)
-    try:
-        if not final.parent.is_dir():
-            final.parent.mkdir(parents=True)
-            sync_directory(final.parent.parent)
-        if final.is_dir() and any(final.iterdir()):
-            if old.exists():
-                shutil.rmtree(old)
-            final.rename(old)
-        unit.rename(final)
-    except OSError as error:
-        raise storage_error(error, final, "publish") from error
-    sync_directory(final.parent)
-    discard(staging)
+def _exchange(left: Path, right: Path) -> None:
+    """Exchange two directories in one step, which Python has no call for. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    call = getattr(libc, "renameat2", None)  # glibc 2.28 and later, musl not
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    at_cwd = -100
+    if call(at_cwd, os.fsencode(left), at_cwd, os.fsencode(right), RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), os.fspath(right))
 
 
-def _sync_tree(root: Path) -> None:
+def _sync_tree(root: Path, stop: Stop) -> None:
     """Flush every file and directory under ``root``."""
     for directory, _, names in os.walk(root):
         for name in names:
+            stop.check()
             path = os.path.join(directory, name)
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -199,25 +154,34 @@ def _sync_tree(root: Path) -> None:
         sync_directory(directory)
 
 
-def discard(staging: Path) -> None:
-    """Remove a staging directory and everything in it."""
+def clean_up(staging: Path, *, keep: str = PUBLISHED) -> None:
+    """Remove all in a staging directory but its lock; the file ``keep`` last. StorageError on failure."""
     try:
-        shutil.rmtree(staging)
+        names = sorted(os.listdir(staging), key=lambda name: name == keep)
+        for name in names:
+            if name != LOCK and not name.startswith((".nfs", ".fuse_hidden")):
+                remove_tree(staging / name)
     except FileNotFoundError:
         return
     except OSError as error:
         raise storage_error(error, staging, "remove the staging directory") from error
 
 
-def write_tracker(root: Path, text: str) -> None:
-    """Replace the tracker file of ``root`` atomically. StorageError on failure."""
-    write_atomically(root / TRACKER, text.encode())
+def remove_tree(path: Path) -> None:
+    """Remove a file or a directory with all in it; links are removed, not followed. Raises OSError."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a small file so that a reader sees the old one or the whole new one. StorageError on failure."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+def write_atomically(path: Path, data: bytes, temporary: Path) -> None:
+    """Write a small file so that a reader sees the old one or the whole new one. StorageError on failure.
+
+    It is first written as ``temporary``, on the same filesystem.
+    """
     try:
+        temporary.unlink(missing_ok=True)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             with open(fd, "wb") as file:

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from glmconv.engine.clone import Sharing
 from glmconv.engine.commit import Committer, TargetFiles
+from glmconv.engine.conditions import check_condition
 from glmconv.engine.copy import Copier, Counters
-from glmconv.engine.equal import check_equal
-from glmconv.engine.files import Sources, check_sources, storage_error, sync_directory
+from glmconv.engine.destination import unit_dir
+from glmconv.engine.files import Sources, check_sources, make_directories, storage_error, sync_directory
 from glmconv.engine.hashes import DIGEST_BYTES
-from glmconv.engine.journal import Finished, Found, Journal, open_journal
+from glmconv.engine.journal import JOURNAL, Finished, Found, Journal, open_journal
 from glmconv.engine.outcome import CopyMode, HashMode, Outcome, Progress, Stop
-from glmconv.engine.publish import journal_path, unit_dir
 from glmconv.engine.schedule import Job, Schedule, unfinished
 from glmconv.engine.slots import target_slots
-from glmconv.errors import DataError, Interrupted, StorageError, UsageError
+from glmconv.errors import DataError, StorageError, UsageError
 from glmconv.plan import Plan
 
 JOURNAL_BYTES = 256 << 20
@@ -46,12 +46,15 @@ def execute(
     stop: Stop | None = None,
     journal_bytes: int = JOURNAL_BYTES,
     restart: bool = False,
+    guard: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Fill ``unit_dir(staging)`` with the plan's target files, resuming what an earlier run began.
 
-    The caller holds the :class:`StagingLock` of ``staging``, which must exist. ``journal_bytes`` is
-    what a crash may cost at most, roughly. ``restart`` discards an unfinished run of another plan
-    instead of refusing it. The bytes do not depend on ``workers``, ``copy_mode`` or interruptions.
+    The caller holds the :class:`StagingLock` of ``staging``, which must exist. ``journal_bytes`` is what a
+    crash may cost at most, roughly. ``restart`` discards an unfinished run of another plan instead of
+    refusing it. ``guard`` is called before each write of the journal and raises where this process lost the
+    staging directory to another (:meth:`StagingLock.check`). The bytes do not depend on ``workers``,
+    ``copy_mode`` or interruptions.
 
     Raises DataError (a source changed or is short, two tensors that should be equal differ, a cast
     overflows), StorageError (space, permission, device, another run's journal, ``clone`` impossible)
@@ -60,7 +63,7 @@ def execute(
     if workers < 1:
         raise UsageError(f"{workers} workers cannot do anything", hint="use 1 or more")
     check_sources(plan.sources)
-    journal, found = _open(plan, staging, hash_mode, restart)
+    journal, found = _open(plan, staging, hash_mode, restart, guard)
     try:
         options = _Options(copy_mode, hash_mode, journal_bytes, stop or Stop())
         return _Run(plan, staging, journal, found, options).execute(workers, progress)
@@ -68,16 +71,19 @@ def execute(
         journal.close()
 
 
-def _open(plan: Plan, staging: Path, hash_mode: HashMode, restart: bool) -> tuple[Journal, Found]:
+def _open(
+    plan: Plan, staging: Path, hash_mode: HashMode, restart: bool, guard: Callable[[], None]
+) -> tuple[Journal, Found]:
     """The journal; without one of this plan the unit begins empty."""
-    path = journal_path(staging)
+    path = staging / JOURNAL
     try:
-        journal, found = open_journal(path, plan, hash_mode)
+        journal, found = open_journal(path, plan, hash_mode, guard)
     except (DataError, StorageError):
         if not restart:
             raise
+        guard()
         path.unlink(missing_ok=True)
-        journal, found = open_journal(path, plan, hash_mode)
+        journal, found = open_journal(path, plan, hash_mode, guard)
     try:
         _clear(unit_dir(staging), set() if found is None else {target.path for target in plan.targets})
         if found is None:
@@ -93,7 +99,7 @@ def _clear(unit: Path, kept: set[str]) -> None:
     try:
         if unit.exists() and not kept:
             shutil.rmtree(unit)
-        unit.mkdir(exist_ok=True)
+        make_directories(unit)
         for folder, _, names in os.walk(unit):
             for path in (Path(folder, name) for name in names):
                 if path.relative_to(unit).as_posix() not in kept:
@@ -130,21 +136,25 @@ class _Run:
         self._reused = 0
         self._sharing = Sharing(options.copy_mode, staging, server_copy=options.hash_mode == "none")
         self._schedule = self._resume(found, min(JOB_BYTES, max(1, options.journal_bytes // 4)))
-        self._pairs = [index for index in range(len(plan.equal)) if index not in found.equal]
+        self._open_conditions = [index for index in range(len(plan.conditions)) if index not in found.held]
         self._counters: list[Counters] = []
         self._committer: Committer | None = None
 
     def _resume(self, found: Found, job_bytes: int) -> Schedule:
         """Take over what an earlier run finished; the schedule holds the rest."""
         ranges: dict[int, list[tuple[int, int]]] = {}
+        told = sorted({done.target for done in found.finished})
+        lost = [index for index in told if not self._files.is_kept(index)]
+        for index in lost:  # changed behind our back: written anew, after the journal says so
+            self._journal.forget(index)
+            self._files.path(index).unlink(missing_ok=True)
         for done in found.finished:
-            ranges.setdefault(done.target, []).append((done.first, done.end))
-            self._keep_digests(done)
+            if done.target not in lost:
+                ranges.setdefault(done.target, []).append((done.first, done.end))
+                self._keep_digests(done)
         stretches = []
         for slots in self._targets:
             left = unfinished(slots, ranges.get(slots.index, []))
-            if slots.index in ranges:
-                self._files.check_kept(slots.index)
             self._files.expect(slots.index, sum(stretch.end - stretch.first for stretch in left))
             self._reused += slots.payload_bytes(0, slots.count)
             self._reused -= sum(slots.payload_bytes(stretch.first, stretch.end) for stretch in left)
@@ -176,9 +186,7 @@ class _Run:
             self._files.close()
         if self._failure is not None:
             raise self._failure
-        if self._stop.is_set():
-            hint = "run the same command again: it resumes"
-            raise Interrupted(self._stop.signal_number, hint=hint)
+        self._stop.check()
         check_sources(self._plan.sources)
         if progress is not None:
             progress(self._progress())
@@ -209,7 +217,7 @@ class _Run:
         try:
             copier = Copier(sources, self._sharing, self._options.hash_mode == "full", self._check_stop)
             self._counters.append(copier.counters)
-            self._check_pairs(sources)
+            self._check_conditions(sources)
             while (job := self._schedule.next(worker)) is not None:
                 self._check_stop()
                 self._do(job, copier)
@@ -220,14 +228,14 @@ class _Run:
         finally:
             sources.close()
 
-    def _check_pairs(self, sources: Sources) -> None:
-        while self._pairs:
+    def _check_conditions(self, sources: Sources) -> None:
+        while self._open_conditions:
             try:
-                index = self._pairs.pop()
+                index = self._open_conditions.pop()
             except IndexError:  # another worker took the last
                 return
-            check_equal(self._plan.equal[index], sources, self._check_stop)
-            self._commit().equal(index)
+            check_condition(self._plan.conditions[index], sources, self._check_stop)
+            self._commit().held(index)
 
     def _do(self, job: Job, copier: Copier) -> None:
         slots = job.slots
@@ -249,6 +257,7 @@ class _Run:
             return sum(int(getattr(counters, name)) for counters in self._counters)
 
         return Outcome(
+            run=self._journal.run,
             copy_mode=self._options.copy_mode,
             hash_mode=self._options.hash_mode,
             bytes_cloned=total("cloned"),

@@ -39,7 +39,9 @@ def source_file(path: Path, header_digest: str = "") -> SourceFile:
         status = path.stat()
     except OSError as error:
         raise StorageError(f"cannot read: {error.strerror}", where=str(path)) from error
-    return SourceFile(str(path.resolve()), status.st_size, status.st_mtime_ns, header_digest)
+    return SourceFile(
+        str(path.resolve()), status.st_size, status.st_mtime_ns, header_digest, status.st_ctime_ns
+    )
 
 
 def open_hf(path: Path) -> HfCheckpoint:

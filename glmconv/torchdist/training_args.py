@@ -8,7 +8,10 @@ Sources, read in August 2026:
   (``_transformer_config_from_args`` takes every field of ``TransformerConfig`` that args has, and
   some by name), mlm_compat/model.py (``_gpt_provider``), checkpointing.py.
 * slime, miles: tools/convert_torch_dist_to_hf.py reads ``args`` from ``common.pt`` and cuts the
-  tensors by it; scripts/models hold the arguments that their runs are started with.
+  tensors by it, and reads any other field as if it were there; scripts/models hold the arguments
+  that their runs are started with.
+
+So ``args`` carries every field that the parsers define (``parser_defaults``) and those below.
 """
 
 from __future__ import annotations
@@ -18,23 +21,44 @@ from typing import Any
 
 from glmconv.dtypes import BY_LABEL, BY_TORCH_NAME, DType
 from glmconv.spec import Dsa, Mla, ModelSpec, Moe
+from glmconv.torchdist.parser_defaults import parser_defaults
+from glmconv.torchdist.rope_args import rope_args, unsaid_rope
 
 
-def args_namespace(spec: ModelSpec, *, padded_vocab_size: int, per_layer: bool = False) -> Namespace:
+def args_namespace(
+    spec: ModelSpec, *, padded_vocab_size: int, per_layer: bool = False, dtype: DType | None = None
+) -> Namespace:
     """The arguments that a trainer of this model would have been started with.
 
     ``padded_vocab_size``: rows of the embedding as stored. ``per_layer``: layers are stored one by
-    one, so the pattern of MoE layers is given as a list even where all are.
+    one, so the pattern of MoE layers is given as a list even where all are. ``dtype``: that of the
+    weights as stored; without it, what the config says.
     """
-    return Namespace(
-        **_shape(spec),
-        **_vocabulary(spec, padded_vocab_size),
-        **_attention(spec),
-        **_moe(spec.moe, spec, per_layer),
-        **_mla(spec.mla, spec),
-        **_dsa(spec.dsa),
-        **_run(spec),
-    )
+    values = parser_defaults()
+    values |= _shape(spec) | _vocabulary(spec, padded_vocab_size) | _attention(spec)
+    values |= _moe(spec.moe, spec, per_layer) | _mla(spec.mla) | rope_args(spec) | _dsa(spec.dsa)
+    return Namespace(**(values | _run(dtype or _said(spec))))
+
+
+def unsaid(spec: ModelSpec, dialect: str) -> list[str]:
+    """What of the model the arguments of a dialect's trainers cannot say, each by name."""
+    found, moe, dsa = unsaid_rope(spec, dialect), spec.moe, spec.dsa
+    if moe is not None and moe.score_function == "sigmoid" and not moe.normalise and moe.top_k > 1:
+        found.append("norm_topk_prob false: Megatron's router divides chosen sigmoid scores by their sum")
+    if moe is not None and moe.num_groups > 1 and moe.top_k != 2 * moe.top_k_groups:
+        # megatron-core, transformer/moe/moe_utils.py, group_limited_topk.
+        found.append(
+            f"n_group {moe.num_groups}: Megatron ranks a group by its best {moe.top_k // moe.top_k_groups} "
+            "experts, transformers by its best 2"
+        )
+    if dsa is not None and not dsa.rope_interleave and dialect in ("mcore-0.18", "slime"):
+        found.append("indexer_rope_interleave false: the dialect's indexer rotates interleaved pairs")
+    return found
+
+
+def _said(spec: ModelSpec) -> DType:
+    """The dtype that the config says."""
+    return BY_TORCH_NAME.get(spec.dtype) or BY_LABEL.get(spec.dtype, DType.BF16)
 
 
 def _shape(spec: ModelSpec) -> dict[str, Any]:
@@ -91,20 +115,16 @@ def _attention(spec: ModelSpec) -> dict[str, Any]:
         "kv_channels": spec.head_dim if spec.mla is None else spec.mla.qk_nope_head_dim,
         "group_query_attention": grouped,
         "add_qkv_bias": spec.qkv_bias,
-        "position_embedding_type": "rope",
         # No runtime builds anything from it, but MLM check_checkpoint_args compares it in a run
         # without --finetune: slime's and miles' scripts pass --no-position-embedding for models with
         # a sparse-attention indexer and for almost no others.
         "add_position_embedding": spec.dsa is None,
         "use_rotary_position_embeddings": False,
-        "rotary_base": _whole(spec.rope.theta),
-        "rotary_percent": spec.rope.partial_factor if spec.mla is None else 1.0,
         # megatron-core's latent attention interleaves by itself, whatever this says.
         "rotary_interleaved": spec.rope.interleaved and spec.mla is None,
         # MB _get_transformer_layer_spec and _gpt_provider.
         "qk_layernorm": spec.qk_norm or spec.mla is not None,
         "qk_l2_norm": False,
-        "use_rope_scaling": False,
         "fp16_lm_cross_entropy": False,
         "transformer_impl": "transformer_engine",
     }
@@ -138,40 +158,26 @@ def _moe(moe: Moe | None, spec: ModelSpec, per_layer: bool) -> dict[str, Any]:
     }
 
 
-def _mla(mla: Mla | None, spec: ModelSpec) -> dict[str, Any]:
-    # MB _transformer_config_from_args reads the first without a default.
+def _mla(mla: Mla | None) -> dict[str, Any]:
+    # MB _transformer_config_from_args reads the first without a default; the others are fields of
+    # MLATransformerConfig. slime's exporter asks whether q_lora_rank is None.
     if mla is None:
         return {"multi_latent_attention": False}
-    scaling = spec.rope.scaling
-    yarn = scaling.get("rope_type", scaling.get("type")) == "yarn"
-    values: dict[str, Any] = {
+    return {
         "multi_latent_attention": True,
-        # Fields of MLATransformerConfig.
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
         "qk_head_dim": mla.qk_nope_head_dim,
         "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
         "v_head_dim": mla.v_head_dim,
-        "rope_type": "yarn" if yarn else "rope",
     }
-    names = {
-        "factor": "rotary_scaling_factor",
-        "original_max_position_embeddings": "original_max_position_embeddings",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-    }
-    if yarn:
-        values |= {name: scaling[key] for key, name in names.items() if key in scaling}
-    return values
 
 
 def _dsa(dsa: Dsa | None) -> dict[str, Any]:
     if dsa is None:
         return {"experimental_attention_variant": None}
     return {
-        # MB _gpt_provider, then fields of TransformerConfig (the last three from 0.19 on).
+        # MB _gpt_provider, then fields of TransformerConfig (the last five from 0.19 on).
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": dsa.num_heads,
         "dsa_indexer_head_dim": dsa.head_dim,
@@ -179,12 +185,14 @@ def _dsa(dsa: Dsa | None) -> dict[str, Any]:
         "dsa_indexer_topk_freq": dsa.freq,
         "dsa_indexer_skip_topk_offset": dsa.offset,
         "dsa_indexer_rope_interleaved": dsa.rope_interleave,
+        # As transformers' indexer: its k_norm's own epsilon, and no Hadamard step.
+        "dsa_indexer_k_norm_epsilon": 1e-6,
+        "dsa_indexer_rotate_activation": False,
     }
 
 
-def _run(spec: ModelSpec) -> dict[str, Any]:
+def _run(dtype: DType) -> dict[str, Any]:
     """What a run had beside its model: nothing was trained, nothing is sharded."""
-    dtype = BY_TORCH_NAME.get(spec.dtype) or BY_LABEL.get(spec.dtype, DType.BF16)
     return {
         # MLM check_checkpoint_args, load_args_from_checkpoint (--use-mp-args-from-checkpoint-args) and
         # load_checkpoint; MB _extract_megatron_lm_args_from_state_dict.
@@ -207,14 +215,14 @@ def _run(spec: ModelSpec) -> dict[str, Any]:
         "bf16": dtype is DType.BF16,
         "fp16": dtype is DType.F16,
         "overlap_p2p_comm": False,
+        # Fused kernels need packages (and apply_rope_fusion yarn, with latent attention); off is always
+        # right, and MB takes them from args.
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
         "fp8_param_gather": False,
         "config_logger_dir": "",
         "cp_comm_type": ["p2p"],
     }
-
-
-def _whole(value: float) -> int | float:
-    """Megatron's ``--rotary-base`` is an int."""
-    return int(value) if value == int(value) else value

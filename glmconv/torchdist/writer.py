@@ -14,7 +14,7 @@ from glmconv.layout import Layout, Part, view2d
 from glmconv.manifest import HF_DIR
 from glmconv.plan import Payload, TargetFile
 from glmconv.sources import Source
-from glmconv.target import Draft, DtypePolicy, Parts, add_side_files, literal_file
+from glmconv.target import Draft, DtypePolicy, Parts, add_side_files, literal_file, saved_dtype
 from glmconv.torchdist.common import METADATA_JSON, common_state, write_common
 from glmconv.torchdist.emit import metadata_bytes
 from glmconv.torchdist.entries import Chunk, ObjectEntry, TensorEntry
@@ -72,7 +72,7 @@ def draft_torch_dist(
         name: TensorEntry(dtype, shape, tuple(chunks.get(name, ())))
         for name, (dtype, shape) in shapes.items()
     }
-    _surroundings(draft, source, layout, iteration, changes or {}, padded_vocab)
+    _surroundings(draft, source, layout, policy, iteration, changes or {}, padded_vocab)
     draft.targets.append(literal_file(".metadata", metadata_bytes(entries, objects)))
     return draft
 
@@ -161,6 +161,7 @@ def _surroundings(
     draft: Draft,
     source: Source,
     layout: Layout,
+    policy: DtypePolicy,
     iteration: int,
     changes: Mapping[str, Any],
     padded_vocab: int | None,
@@ -168,7 +169,8 @@ def _surroundings(
     """Everything around the tensors: the trainer's common state, HF config and side files."""
     per_layer = not layout.stacked
     rows = padded_vocab or source.spec.vocab_size
-    args = args_namespace(source.spec, padded_vocab_size=rows, per_layer=per_layer)
+    dtype = saved_dtype(source, policy.cast)
+    args = args_namespace(source.spec, padded_vocab_size=rows, per_layer=per_layer, dtype=dtype)
     common = common_state(args, iteration=iteration, per_layer=per_layer)
     draft.targets.append(literal_file("common.pt", write_common(common)))
     draft.targets.append(literal_file("metadata.json", METADATA_JSON))

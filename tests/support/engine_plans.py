@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from glmconv.dtypes import DType
-from glmconv.plan import HASH_LEAF, Equal, Move, Payload, Plan, SourceFile, TargetFile
+from glmconv.plan import HASH_LEAF, Condition, Equal, Move, Payload, Plan, SourceFile, TargetFile
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Planner:
     seed: int = 0
     sources: list[SourceFile] = field(default_factory=list)
     targets: list[TargetFile] = field(default_factory=list)
-    equal: list[Equal] = field(default_factory=list)
+    conditions: list[Condition] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -66,9 +66,9 @@ class Planner:
         for target in self.targets:
             target.literals.append((target.size, tail))
             target.size += len(tail)
-        described = repr((self.sources, self.targets, self.equal)).encode()
+        described = repr((self.sources, self.targets, self.conditions)).encode()
         digest = hashlib.sha256(described).hexdigest()
-        return Plan(self.sources, self.targets, self.equal, digest=digest)
+        return Plan(self.sources, self.targets, self.conditions, digest=digest)
 
 
 def column_shards(src: int, rows: int, widths: list[int], offset: int = 0) -> list[Move]:
@@ -119,7 +119,7 @@ def mixed_plan(root: Path, seed: int = 0, scale: int = 1) -> Plan:
         planner.straight(target, src, 4096, (2 << 20) + 17)
     planner.target("only-a-literal")
     pair = (planner.sources[0].path, 0, 0)
-    planner.equal.append(Equal("left", "right", pair[1], 10, pair[2], 10, 3 << 20))
+    planner.conditions.append(Equal("left", "right", pair[1], 10, pair[2], 10, 3 << 20))
     return planner.plan()
 
 

@@ -90,7 +90,8 @@ def test_the_core_names_no_family() -> None:
                 and isinstance(node.value, str)
                 and "glmconv convert" not in node.value
             ):
-                text = node.value.lower()
+                # the name of a type of rope scaling, in transformers and in configs of any family
+                text = "" if node.value == "llama3" else node.value.lower()
                 guilty += [f"{path.relative_to(ROOT)}: {word}" for word in words if word in text]
     assert guilty == []
 

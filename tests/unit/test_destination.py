@@ -98,7 +98,9 @@ class TestExisting:
         out.mkdir()
         (out / "thesis.tex").write_text("years of work")
         refused(hf, out, StorageError, "exists already", target=HF)
-        refused(hf, out, StorageError, "does not look like a checkpoint", target=HF, run=AGAIN)
+        refused(
+            hf, out, StorageError, "files that are not a checkpoint's own", "thesis.tex", target=HF, run=AGAIN
+        )
 
     def test_unit_is_not_replaced_unasked(self, hf: Path, out: Path) -> None:
         convert(hf, out)
@@ -113,11 +115,15 @@ class TestExisting:
         out.mkdir()
         assert convert(hf, out, target=HF).path == out
 
-    def test_other_units_of_the_root_stay(self, hf: Path, out: Path) -> None:
+    def test_other_units_of_the_root_stay_and_the_tracker_with_them(self, hf: Path, out: Path) -> None:
         convert(hf, out, target=TargetOptions(to="megatron", iteration=7))
         before = snapshot(out / "iter_0000007")
-        convert(hf, out, target=TargetOptions(to="megatron", dialect="slime"))
+        report = convert(hf, out, target=TargetOptions(to="megatron", dialect="slime"))
         assert snapshot(out / "iter_0000007") == before
+        assert (out / TRACKER).read_text() == "7"
+        assert any("--set-tracker" in str(warning) for warning in report.warnings)
+        moved = RunOptions(overwrite=True, set_tracker=True)
+        convert(hf, out, target=TargetOptions(to="megatron", dialect="slime"), run=moved)
         assert (out / TRACKER).read_text() == "release"
 
     @pytest.mark.parametrize("to", ["hf", "megatron"])
@@ -184,7 +190,7 @@ def remount(point: Path, options: str) -> None:
 def many_files() -> Plain:
     """Side files that take a page each: a disk can be too small for them though the bytes fit."""
     made = plain("qwen3")
-    made.side |= {f"note-{i}.txt": b"x" for i in range(60)}
+    made.side |= {f"LICENSE-{i}.txt": b"x" for i in range(60)}
     return made
 
 
@@ -353,19 +359,24 @@ class TestUnfinished:
         refused(hf, out, DataError, *words, target=HF)
         assert convert(hf, out, target=HF, run=AGAIN).path == out
 
-    def test_unchanged_again_it_resumes(self, hf: Path, out: Path) -> None:
+    def test_a_time_that_was_set_back_hides_no_change(self, hf: Path, out: Path) -> None:
         status = (hf / "LICENSE").stat()
         stopped(hf, out)
         os.utime(hf / "LICENSE")
         refused(hf, out, DataError, "the source changed since the unfinished run", target=HF)
         os.utime(hf / "LICENSE", ns=(status.st_atime_ns, status.st_mtime_ns))
-        assert convert(hf, out, target=HF).path == out
+        refused(hf, out, DataError, "the time of change of", "LICENSE", "--overwrite", target=HF)
 
     def test_other_plan_refuses(self, hf: Path, out: Path) -> None:
         stopped(hf, out)
         other = TargetOptions(to="hf", max_shard_size=100_000)
         refused(
-            hf, out, StorageError, "is another conversion (its plan differs)", "--overwrite", target=other
+            hf,
+            out,
+            StorageError,
+            "another conversion of the same source (its plan differs",
+            "--overwrite",
+            target=other,
         )
         assert convert(hf, out, target=other, run=AGAIN).path == out
 
@@ -374,7 +385,7 @@ class TestUnfinished:
         run = RunOptions(hash_mode="none")
         refused(hf, out, StorageError, "was started with --hash full", target=HF, run=run)
 
-    def test_file_that_the_unfinished_run_wrote_is_cut(self, hf: Path, out: Path) -> None:
+    def test_file_that_the_unfinished_run_wrote_is_cut(self, hf: Path, out: Path, tmp_path: Path) -> None:
         """Between the two runs somebody tidied up the hidden directory."""
         unit = out.parent / ".out.glmconv-hf.partial" / "unit"
 
@@ -384,7 +395,9 @@ class TestUnfinished:
         with pytest.raises(StorageError, match="the disk is gone"):
             convert(hf, out, target=HF, progress=full)
         os.truncate(unit / shards_of(hf)[0].name, 10)
-        refused(hf, out, StorageError, "was changed since the unfinished run", target=HF)
+        convert(hf, out, target=HF)
+        convert(hf, tmp_path / "calm", target=HF)
+        assert_same_bytes(out, tmp_path / "calm")
 
     def test_journal_with_a_torn_tail(self, hf: Path, out: Path, tmp_path: Path) -> None:
         def full(progress: Progress) -> None:

@@ -256,7 +256,7 @@ def test_duplicates_that_differ_are_named_with_the_first_byte(tmp_path: Path) ->
     data = bytearray(Path(planner.sources[0].path).read_bytes())
     data[(2 << 20) + 77] ^= 1
     other = planner.source(0, bytes(data))
-    planner.equal.append(Equal("embedding", "mtp.embedding", 0, 5, other, 5, (3 << 20) - 5))
+    planner.conditions.append(Equal("embedding", "mtp.embedding", 0, 5, other, 5, (3 << 20) - 5))
     with pytest.raises(DataError, match=f"embedding and mtp.embedding .* byte {(2 << 20) + 72} of"):
         run(planner.plan(), tmp_path / "s")
 

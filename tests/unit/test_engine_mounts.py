@@ -161,6 +161,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_said_and_the_run_resumes_when_there_is_space(small: Path, tmp_path: Path) -> None:
     plan = mixed_plan(tmp_path)
     place = destination(small / "out", "release")
+    place.prepare()
     with pytest.raises(StorageError, match="No space left") as caught:
         execute(plan, place.staging, journal_bytes=MIB)
     assert "free space" in caught.value.hint
@@ -174,4 +175,4 @@ def test_a_full_disk_is_said_and_the_run_resumes_when_there_is_space(small: Path
 def test_a_read_only_place_is_refused_before_any_work(small: Path) -> None:
     mount("-o", "remount,ro", small)
     with pytest.raises(StorageError, match="Read-only file system"):
-        destination(small / "out", None)
+        destination(small / "out", None).prepare()

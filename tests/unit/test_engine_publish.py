@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from glmconv.engine import (
     Destination,
-    destination,
-    discard,
+    clean_up,
     publish,
+    read_tracker,
+    recognise,
     require_space,
+    restore_old,
+    set_tracker,
     unit_dir,
     write_atomically,
-    write_tracker,
 )
+from glmconv.engine import destination as destination_of
+from glmconv.engine.journal import open_journal
+from glmconv.engine.publish import State
 from glmconv.errors import StorageError, UsageError
+from glmconv.plan import Plan
+
+
+def destination(
+    dst: Path, unit: str | None, *, sources: Sequence[Path] = (), overwrite: bool = False
+) -> Destination:
+    """A destination that was looked at and prepared; ``thesis.tex`` is no checkpoint's own."""
+
+    def foreign(path: Path) -> list[Path]:
+        return [found.relative_to(path) for found in path.rglob("thesis.tex")]
+
+    place = destination_of(dst, unit, sources=sources, overwrite=overwrite, foreign=foreign)
+    place.check_final()
+    place.prepare()
+    return place
+
+
+def finish(place: Destination) -> None:
+    publish(place)
+    finish_up(place)
+
+
+def finish_up(place: Destination) -> None:
+    clean_up(place.staging)
+    (place.staging / "lock").unlink()
+    place.staging.rmdir()
 
 
 def stage(place: Destination, text: str = "new") -> None:
@@ -46,8 +80,9 @@ def test_a_new_root_is_staged_beside_it(tmp_path: Path) -> None:
     assert place.final == tmp_path / "out" / "release"
     assert not (tmp_path / "out").exists()
     stage(place)
-    publish(place.staging, place.final)
-    write_tracker(place.dst, "release")
+    publish(place)
+    set_tracker(place.dst, "release", place.staging)
+    finish_up(place)
     assert names(tmp_path / "out") == {
         "release",
         "release/.metadata",
@@ -63,7 +98,7 @@ def test_an_existing_root_is_staged_inside_it(tmp_path: Path) -> None:
     place = destination(tmp_path / "out", "iter_0000010")
     assert place.staging == tmp_path / "out" / ".glmconv-iter_0000010.partial"
     stage(place)
-    publish(place.staging, place.final)
+    finish(place)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"iter_0000010"}
 
 
@@ -80,7 +115,7 @@ def test_a_unit_that_is_the_destination_itself(tmp_path: Path, exists: bool) -> 
     place = destination(tmp_path / "out", None)
     assert place.staging == tmp_path / ".out.glmconv-hf.partial"
     stage(place)
-    publish(place.staging, place.final)
+    finish(place)
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     assert (tmp_path / "out" / ".metadata").read_text() == "new"
 
@@ -100,7 +135,7 @@ def test_overwrite_replaces_the_unit_at_the_end(tmp_path: Path, unit: str | None
     place = destination(tmp_path / "out", unit, overwrite=True)
     stage(place)
     assert (old / "config.json").read_text() == "old"
-    publish(place.staging, place.final, overwrite=True)
+    finish(place)
     assert names(place.final) == {".metadata", "hf", "hf/config.json"}
     assert not place.staging.exists()
 
@@ -108,13 +143,30 @@ def test_overwrite_replaces_the_unit_at_the_end(tmp_path: Path, unit: str | None
 def test_overwrite_spares_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
-    with pytest.raises(StorageError, match="does not look like a checkpoint"):
+    with pytest.raises(StorageError, match="not a checkpoint's own") as caught:
         destination(tmp_path / "home", None, overwrite=True)
+    assert "thesis.tex" in str(caught.value)
+    assert names(tmp_path) == {"home", "home/thesis.tex"}
 
 
-def test_a_failed_rename_keeps_old_and_new_and_can_be_repeated(
+def test_what_appears_in_the_old_unit_during_the_work_is_spared_too(tmp_path: Path) -> None:
+    old = old_unit(tmp_path / "out")
+    place = destination(tmp_path / "out", None, overwrite=True)
+    stage(place)
+    (old / "thesis.tex").write_text("years of work")
+    with pytest.raises(StorageError, match="not a checkpoint's own"):
+        publish(place)
+    assert names(old) == {"config.json", "thesis.tex"}
+
+
+def without_exchange(left: Path, right: Path) -> None:
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_without_an_exchange_a_failed_rename_keeps_old_and_new_and_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys.modules[publish.__module__], "_exchange", without_exchange)
     old_unit(tmp_path / "out")
     place = destination(tmp_path / "out", None, overwrite=True)
     stage(place)
@@ -128,12 +180,88 @@ def test_a_failed_rename_keeps_old_and_new_and_can_be_repeated(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", fail_once)
         with pytest.raises(StorageError, match="cannot publish"):
-            publish(place.staging, place.final, overwrite=True)
+            publish(place)
     assert (place.staging / "old" / "config.json").read_text() == "old"
-    again = destination(tmp_path / "out", None)
-    publish(again.staging, again.final)
+    again = destination(tmp_path / "out", None, overwrite=True)
+    restore_old(again)
+    assert names(tmp_path / "out") == {"config.json"}
+    finish(again)
     assert (tmp_path / "out" / ".metadata").read_text() == "new"
     assert not again.staging.exists()
+
+
+def test_an_exchange_leaves_no_moment_without_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old_unit(tmp_path / "out")
+    place = destination(tmp_path / "out", None, overwrite=True)
+    stage(place)
+    monkeypatch.setattr(Path, "rename", lambda self, target: pytest.fail(f"{self} was renamed"))
+    with pytest.raises(pytest.fail.Exception, match="journal"):  # the journal's is the first plain rename
+        publish(place)
+    assert (tmp_path / "out" / ".metadata").read_text() == "new"
+    assert (unit_dir(place.staging) / "config.json").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("before", "unit", "after"),
+    [
+        (None, "release", "release"),
+        (None, "7", "7"),
+        ("6", "7", "7"),
+        ("7", "7", "7"),
+        ("5000", "7", "5000"),
+        ("5000", "release", "5000"),
+        ("release", "7", "release"),
+        ("who knows", "7", "who knows"),
+        ("", "release", ""),
+    ],
+)
+def test_a_tracker_moves_forward_only(tmp_path: Path, before: str | None, unit: str, after: str) -> None:
+    path = tmp_path / "latest_checkpointed_iteration.txt"
+    if before is not None:
+        path.write_text(before)
+    tracked = set_tracker(tmp_path, unit, tmp_path)
+    assert (tracked.moved, read_tracker(path)) == (after == unit, after)
+    assert tracked.kept == ("" if tracked.moved else after)
+    assert set_tracker(tmp_path, unit, tmp_path, force=True).moved
+    assert path.read_text() == unit
+
+
+class TestStates:
+    """Every state that a kill leaves, told apart by run and plan."""
+
+    @staticmethod
+    def of(place: Destination, *, run: str | None, name: str = "journal", plan: str = "plan") -> State:
+        if run is not None:
+            journal, _ = open_journal(place.staging / name, Plan([], [], digest=plan), "full")
+            journal.run = run
+            journal.begin(Plan([], [], digest=plan), "full")
+            journal.close()
+        return recognise(place, "plan", {"plan_digest": "plan", "run": "this run"})
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    @pytest.mark.parametrize("name", ["journal", "published"])
+    def test_a_run_that_put_its_unit_in_place_is_to_be_finished(
+        self, tmp_path: Path, name: str, overwrite: bool
+    ) -> None:
+        place = destination(tmp_path / "out", None, overwrite=overwrite)
+        assert self.of(place, run="this run", name=name) is State.PUBLISHED
+
+    def test_an_old_unit_of_the_same_plan_is_not_the_new_one(self, tmp_path: Path) -> None:
+        place = destination(tmp_path / "out", None, overwrite=True)
+        assert self.of(place, run="a later run") is State.OPEN
+
+    def test_another_plan_is_never_finished(self, tmp_path: Path) -> None:
+        place = destination(tmp_path / "out", None)
+        assert self.of(place, run="this run", plan="another") is State.OPEN
+        assert recognise(place, "another", {"plan_digest": "plan", "run": "this run"}) is State.OPEN
+        assert recognise(place, "plan", None) is State.OPEN
+
+    def test_an_empty_staging_directory_is_the_last_thing_to_go(self, tmp_path: Path) -> None:
+        assert self.of(destination(tmp_path / "a", None), run=None) is State.PUBLISHED
+        assert self.of(destination(tmp_path / "b", None, overwrite=True), run=None) is State.OPEN
+        gone = destination(tmp_path / "c", None)
+        gone.staging.rmdir()
+        assert self.of(gone, run=None) is State.OPEN
 
 
 @pytest.mark.parametrize(
@@ -187,16 +315,17 @@ def test_space_is_asked_of_the_nearest_existing_directory(tmp_path: Path) -> Non
     assert caught.value.where == os.fspath(tmp_path)
 
 
-def test_discard_removes_all_and_may_be_repeated(tmp_path: Path) -> None:
+def test_cleaning_up_leaves_the_lock_and_may_be_repeated(tmp_path: Path) -> None:
     place = destination(tmp_path / "out", "release")
     stage(place)
-    discard(place.staging)
-    discard(place.staging)
-    assert names(tmp_path) == set()
+    (place.staging / ".nfs0001").write_text("a file that somebody still holds open")
+    clean_up(place.staging)
+    clean_up(place.staging)
+    assert names(place.staging) == {"lock", ".nfs0001"}
 
 
 def test_a_small_file_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_atomically(tmp_path / "latest", b"old")
+    write_atomically(tmp_path / "latest", b"old", tmp_path / "new")
 
     def fail(fd: int) -> None:
         raise OSError(28, "No space left on device")
@@ -204,8 +333,8 @@ def test_a_small_file_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
         with pytest.raises(StorageError, match="No space left"):
-            write_atomically(tmp_path / "latest", b"new")
+            write_atomically(tmp_path / "latest", b"new", tmp_path / "new")
     assert names(tmp_path) == {"latest"}
     assert (tmp_path / "latest").read_bytes() == b"old"
-    write_atomically(tmp_path / "latest", b"new")
+    write_atomically(tmp_path / "latest", b"new", tmp_path / "new")
     assert (tmp_path / "latest").read_bytes() == b"new"
