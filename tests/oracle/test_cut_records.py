@@ -50,7 +50,7 @@ def cut_megatron(
         source, layout, DtypePolicy(to_megatron=True), padded_vocab=padded, max_payload=limit
     )
     assert not draft.defects
-    plan = Plan(draft.sources, draft.targets, source.equal, source.dropped)
+    plan = Plan(draft.sources, draft.targets, [*source.equal], source.dropped)
     plan.digest = plan_digest(plan)
     root.mkdir(parents=True)
     execute(plan, root)

@@ -12,7 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from glmconv.conversion import RunOptions, convert
 from glmconv.dtypes import DType
@@ -217,6 +221,8 @@ def _join_records(unit: Path, name: str) -> None:
     for index in [i for i in metadata.storage_data if i.fqn == name and i != first]:
         del metadata.storage_data[index]
     shape = torch.Size(entry.shape)
-    metadata.state_dict_metadata[name].chunks = [ChunkStorageMetadata(torch.Size((0, 0)), shape)]
+    described = metadata.state_dict_metadata[name]
+    assert isinstance(described, TensorStorageMetadata)
+    described.chunks = [ChunkStorageMetadata(torch.Size((0, 0)), shape)]
     with (unit / ".metadata").open("wb") as stream:
         pickle.dump(metadata, stream)
