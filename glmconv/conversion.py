@@ -41,7 +41,7 @@ from glmconv.manifest import read_manifest
 from glmconv.memory import no_collection, peak_rss_anon
 from glmconv.opening import local_path, open_source
 from glmconv.planner import Planned, TargetOptions, make_plan
-from glmconv.report import Report, make_manifest, make_report, steps_of
+from glmconv.report import Report, make_manifest, make_report, rounding_warnings, steps_of
 from glmconv.side_files import foreign_in_unit
 from glmconv.sources import SourceOptions
 from glmconv.torchdist.location import BRIDGE_TRACKER
@@ -189,6 +189,7 @@ def _make(
         guard=lock.check,
     )
     report.steps = steps_of(report.outcome)
+    report.warnings += rounding_warnings(report.outcome)
     report.seconds = time.monotonic() - began
     report.peak_rss_anon = peak_rss_anon()
     # ASCII, since names of files and directories need not be Unicode.
