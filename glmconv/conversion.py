@@ -31,6 +31,7 @@ from glmconv.engine import (
     retire_journal,
     set_tracker,
     space_needed,
+    space_taken,
     unit_dir,
     write_atomically,
 )
@@ -282,9 +283,4 @@ def _require_space(planned: Planned, place: Destination, run: RunOptions) -> Non
     StorageError where space is short, or where ``clone`` is asked for and impossible.
     """
     need = space_needed(planned.plan, place.staging, run.copy_mode)
-    present = sum(
-        os.stat(Path(folder) / name).st_blocks * 512
-        for folder, _, names in os.walk(place.staging)
-        for name in names
-    )
-    require_space(place.staging, max(0, need - present))
+    require_space(place.staging, max(0, need - space_taken(place.staging)))
