@@ -33,6 +33,7 @@ from glmconv.engine import (
     retire_journal,
     set_tracker,
     space_needed,
+    space_taken,
     unit_dir,
     write_atomically,
 )
@@ -44,7 +45,7 @@ from glmconv.manifest import read_manifest
 from glmconv.memory import no_collection, peak_rss_anon
 from glmconv.opening import local_path, open_source
 from glmconv.planner import Planned, TargetOptions, make_plan
-from glmconv.report import Report, make_manifest, make_report, steps_of
+from glmconv.report import Report, make_manifest, make_report, rounding_warnings, steps_of
 from glmconv.side_files import foreign_in_unit
 from glmconv.sources import SourceOptions
 from glmconv.torchdist.location import BRIDGE_TRACKER
@@ -198,6 +199,7 @@ def _make(
         guard=lock.check,
     )
     report.steps = steps_of(report.outcome)
+    report.warnings += rounding_warnings(report.outcome)
     report.seconds = time.monotonic() - began
     report.peak_rss_anon = peak_rss_anon()
     # ASCII, since names of files and directories need not be Unicode.
@@ -292,9 +294,4 @@ def _require_space(planned: Planned, place: Destination, run: RunOptions) -> Non
     StorageError where space is short, or where ``clone`` is asked for and impossible.
     """
     need = space_needed(planned.plan, place.staging, run.copy_mode)
-    present = sum(
-        os.stat(Path(folder) / name).st_blocks * 512
-        for folder, _, names in os.walk(place.staging)
-        for name in names
-    )
-    require_space(place.staging, max(0, need - present))
+    require_space(place.staging, max(0, need - space_taken(place.staging)))

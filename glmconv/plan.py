@@ -13,7 +13,7 @@ import xxhash
 
 from glmconv.dtypes import DType
 
-PLAN_FORMAT = 2
+PLAN_FORMAT = 3
 """Raised whenever the meaning of a plan or journal changes: then no unfinished run of before is continued."""
 
 HASH_LEAF = 4 << 20

@@ -9,6 +9,7 @@ from typing import Any
 from glmconv import __version__
 from glmconv.digest import digest_bytes
 from glmconv.engine import Outcome
+from glmconv.engine.rounding import summary
 from glmconv.errors import Defect
 from glmconv.ledger import Ledger
 from glmconv.planner import Planned
@@ -72,6 +73,7 @@ class Report:
             "peak_rss_anon": self.peak_rss_anon,
             "bytes": self.steps,
             "copying": outcome.copying() if outcome else {},
+            "rounding": summary(outcome.rounding) if outcome else {},
         }
 
 
@@ -111,6 +113,19 @@ def steps_of(outcome: Outcome) -> dict[str, int]:
     }
 
 
+def rounding_warnings(outcome: Outcome) -> list[Defect]:
+    """What casts lost, in one line; none where they lost nothing."""
+    told = summary(outcome.rounding)
+    if not told["tensors"]:
+        return []
+    what = (
+        f"the cast made {told['to_zero']:,} values zero that were not and {told['to_subnormal']:,} "
+        f"subnormal, in {told['tensors']:,} tensors; this one lost most"
+    )
+    worst = told["most"][0]["name"]
+    return [Defect("rounding", what, worst, "a dtype with a wider range keeps them (bf16 or f32)", "warning")]
+
+
 def make_manifest(planned: Planned, report: Report) -> dict[str, Any]:
     """What is left beside the data: where it came from, what was done, what each tensor hashes to."""
     source, outcome = planned.source, report.outcome
@@ -136,6 +151,7 @@ def make_manifest(planned: Planned, report: Report) -> dict[str, Any]:
         "warnings": [str(warning) for warning in report.warnings],
         "ledger": {name: getattr(report.ledger, name) for name in Ledger.__slots__},
         "bytes": report.steps,
+        "rounding": summary(outcome.rounding) if outcome else {},
         "seconds": round(report.seconds, 3),
         "peak_rss_anon": report.peak_rss_anon,
         "hash": {"mode": outcome.hash_mode if outcome else "none", "name": "xxh3_128 tree, 4 MiB leaves"},

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from io import TextIOWrapper
 from typing import Annotated
 
 import typer
 
 from glmconv import __version__
+from glmconv.cli import streams
 from glmconv.errors import GlmconvError
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     epilog="Exit codes: 0 done, 1 the data is wrong, 2 usage, 3 input or output, 4 parity failed, "
-    "130/143 interrupted (the same command resumes).",
+    "130/143 interrupted (the same command resumes), 141 the reader of stdout left.",
 )
 
 
@@ -56,19 +56,35 @@ def _register() -> None:
 
 
 def main() -> None:
-    """Run the command line; every GlmconvError ends in its exit code and one message on stderr."""
+    """Run the command line; every GlmconvError ends in its exit code and one message on stderr.
+
+    A report that nobody could read ends in a code of its own, unless the command itself failed:
+    what it says of the data is not overturned.
+    """
+    out = streams.install()
     _register()
-    # Names of files need not be Unicode; showing one must not end the command.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    code = _run()
+    lost = streams.report_lost(out)
+    if lost is not None:
+        if lost.exit_code != streams.READER_LEFT or out.done:  # nobody misses what `head` did not want
+            sys.stderr.write(f"glmconv: {lost}\n")
+        code = code or lost.exit_code
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def _run() -> int:
+    """The exit code of the command."""
     try:
         app()
     except GlmconvError as error:
         if os.environ.get("GLMCONV_DEBUG"):
             raise
         sys.stderr.write(f"glmconv: {error}\n")
-        sys.exit(error.exit_code)
+        return error.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("glmconv: interrupted\n")
-        sys.exit(130)
+        return 130
+    except SystemExit as ended:  # how typer ends every command
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0

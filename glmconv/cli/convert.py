@@ -140,9 +140,12 @@ def command(
     )
     _check_loader(loader, src)
     from glmconv.cli.output import print_json, progress_bar
+    from glmconv.cli.streams import done
 
     with _stoppable() as stop, progress_bar("converting", quiet or dry_run) as progress:
         report = convert(src, dst, source=source, target=target, run=run, progress=progress, stop=stop)
+    if not dry_run:
+        done(f"the result is published at {report.path}")
     if as_json:
         print_json(report.to_json())
     else:

@@ -37,7 +37,7 @@ from glmconv.engine.publish import (
     write_atomically,
 )
 from glmconv.engine.run import execute
-from glmconv.engine.space import space_needed
+from glmconv.engine.space import space_needed, space_taken
 from glmconv.engine.tracker import TRACKER, Tracked, read_tracker, set_tracker
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "retire_journal",
     "set_tracker",
     "space_needed",
+    "space_taken",
     "tree_digest",
     "unit_dir",
     "write_atomically",

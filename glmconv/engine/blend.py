@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from glmconv.engine.files import OpenSource, Sources
+from glmconv.engine.rounding import CastOverflow, Rounding, tensor_overflow
 from glmconv.engine.segments import Runs, clipped_runs
 from glmconv.errors import DataError, GlmconvError
-from glmconv.plan import Move
+from glmconv.plan import Move, Payload
 
 FAR_ROWS = 1 << 14
 """A gap between source rows above which reading each row alone costs less than reading the gap."""
@@ -34,16 +35,21 @@ class _Part:
 
 
 class Blender:
-    """Fills windows for one worker; ``scratch`` bounds how much of a source it holds."""
+    """Fills windows for one worker; ``scratch`` bounds how much of a source it holds.
+
+    ``tally`` counts what casts lose, from when its user set it to zero.
+    """
 
     def __init__(self, sources: Sources, scratch: memoryview) -> None:
         self._sources = sources
         self._scratch = scratch
+        self.tally = Rounding()
 
     def fill(self, view: memoryview, base: int, moves: Sequence[Move]) -> tuple[int, int]:
         """Fill ``view``, the payload's bytes from ``base`` on. Returns the bytes copied and the bytes cast.
 
-        Bytes that no move covers become zero. Raises DataError when moves overlap or a cast overflows.
+        Bytes that no move covers become zero. Raises DataError when moves overlap, CastOverflow when a
+        cast overflows (:meth:`overflow` then looks at the whole payload).
         """
         clipped = [(move, runs) for move in moves for runs in clipped_runs(move, base, base + len(view))]
         cast = sum(runs.width * runs.count for move, runs in clipped if move.cast is not None)
@@ -60,6 +66,25 @@ class Blender:
                 error.where = error.where or source.source.path
                 raise
         return copied, cast
+
+    def overflow(self, payload: Payload, check_stop: Callable[[], None]) -> DataError:
+        """The error of a payload in which a cast overflowed; reads all of it, to tell how much is lost."""
+        from glmconv.engine.grids import cast_bytes  # numpy, only when needed
+
+        blocks: list[CastOverflow] = []
+        path = ""
+        for move, cast in ((move, move.cast) for move in payload.moves if move.cast is not None):
+            source = self._sources.get(move.src)
+            for row, start in ((r, s) for r in range(move.count) for s in range(0, move.run, CAST_BLOCK)):
+                check_stop()
+                read = self._scratch[: min(CAST_BLOCK, move.run - start)]
+                source.read_into(read, move.src_offset + row * move.src_stride + start)
+                try:
+                    cast_bytes(read, cast, Rounding())
+                except CastOverflow as error:
+                    blocks.append(error)
+                    path = path or source.source.path
+        return tensor_overflow(payload, blocks, path)
 
     def _place(self, part: _Part) -> None:
         """Place runs by the largest reads that fit the scratch space."""
@@ -86,7 +111,7 @@ class Blender:
         for start in range(0, part.read_width, CAST_BLOCK):
             read = self._scratch[: min(CAST_BLOCK, part.read_width - start)]
             part.source.read_into(read, offset + start)
-            out = cast_bytes(read, cast)
+            out = cast_bytes(read, cast, self.tally)
             part.view[at : at + len(out)] = out
             at += len(out)
 
@@ -99,6 +124,6 @@ class Blender:
         part.source.read_into(read, part.runs.src + first * stride)
         view, shape = part.view[first * part.move.dst_stride :], (rows, part.runs.width)
         if cast is not None:
-            read = cast_bytes(dense_rows(read, rows, width, stride), cast)
+            read = cast_bytes(dense_rows(read, rows, width, stride), cast, self.tally)
             stride = part.runs.width
         scatter(read, stride, view, part.move.dst_stride, shape)

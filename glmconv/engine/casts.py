@@ -1,7 +1,8 @@
 """Casts between plain floating-point types, block by block.
 
 Every cast rounds once, to nearest, ties to even. A widening cast is exact. A NaN stays a NaN. A
-finite value that the narrower type can only call infinite is an error, never a silent infinity.
+finite value that the narrower type can only call infinite is an error, never a silent infinity; one
+that it can only call zero or subnormal is counted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glmconv.dtypes import DType
+from glmconv.engine.rounding import CastOverflow, Rounding
 from glmconv.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,11 +23,19 @@ if TYPE_CHECKING:
 
 _STORED = {DType.F16: np.float16, DType.BF16: np.uint16, DType.F32: np.float32, DType.F64: np.float64}
 
+# Sign apart: the bits of the least normal number and of infinity, and the unsigned type that holds them.
+_SMALLEST = {
+    DType.F16: (0x0400, 0x7C00, np.uint16),
+    DType.BF16: (0x0080, 0x7F80, np.uint16),
+    DType.F32: (0x00800000, 0x7F800000, np.uint32),
+}
 
-def cast_block(data: memoryview, source: DType, target: DType) -> Array:
+
+def cast_block(data: memoryview, source: DType, target: DType, tally: Rounding | None = None) -> Array:
     """Elements of ``data`` (dense, of type ``source``) as a dense array of ``target`` bytes (uint8).
 
-    Raises DataError for a pair that is no cast of plain floats, and on overflow.
+    ``tally`` takes what underflows. Raises DataError for a pair that is no cast of plain floats,
+    :class:`CastOverflow` with the block's own count where values do not fit.
     """
     if not (source.is_plain_float and target.is_plain_float):
         raise DataError(f"no cast from {source.label} to {target.label}: only plain floats are cast")
@@ -35,7 +45,8 @@ def cast_block(data: memoryview, source: DType, target: DType) -> Array:
     wide = _widened_bf16(values) if source is DType.BF16 else values
     with np.errstate(over="ignore", invalid="ignore"):
         out = _to_bf16(wide) if target is DType.BF16 else wide.astype(_STORED[target])
-    _refuse_overflow(wide, out, source, target)
+    if source.itemsize > target.itemsize or (source, target) == (DType.BF16, DType.F16):
+        _look(wide, out, source, target, tally)
     return out.view(np.uint8)
 
 
@@ -68,16 +79,15 @@ def _rounded_to_odd(values: Array) -> Array:
     return bits.view(np.float32)
 
 
-def _refuse_overflow(wide: Array, out: Array, source: DType, target: DType) -> None:
-    if target is DType.F64 or (target is DType.F32 and source is not DType.F64):
-        return
-    infinite = (out & 0x7FFF) == 0x7F80 if target is DType.BF16 else np.isinf(out)
-    if not infinite.any():
-        return
-    lost = infinite & np.isfinite(wide)
-    if lost.any():
-        value = float(wide[lost][0])
-        raise DataError(
-            f"{value!r} does not fit {target.label}: the cast from {source.label} would make it infinite",
-            hint="choose a dtype with a wider range (bf16 or f32), or check the source's values",
-        )
+def _look(wide: Array, out: Array, source: DType, target: DType, tally: Rounding | None) -> None:
+    """Raise CastOverflow for finite values that became infinite; count those that left the normal range."""
+    normal, infinite, bits = _SMALLEST[target]
+    magnitude = out.view(bits) & bits(infinite | (infinite - 1))
+    if magnitude.max(initial=0) >= infinite:
+        lost = np.abs(wide[(magnitude == infinite) & np.isfinite(wide)])
+        if lost.size:
+            raise CastOverflow(int(lost.size), float(lost.max()), source, target)
+    if tally is not None and magnitude.min(initial=normal) < normal:
+        zero = magnitude == 0
+        tally.to_zero += int(np.count_nonzero(wide[zero]))
+        tally.to_subnormal += int(np.count_nonzero(magnitude < normal)) - int(np.count_nonzero(zero))

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from glmconv.engine.files import OpenSource, OpenTarget, storage_error
+from glmconv.engine.files import OpenSource, OpenTarget, check_sources, storage_error
 from glmconv.errors import StorageError
 from glmconv.plan import SourceFile
 
@@ -54,8 +54,11 @@ def clone_range(source_fd: int, source_offset: int, target_fd: int, offset: int,
 
 
 def block_size(file: int | Path) -> int:
-    """What clone offsets must be multiples of on the filesystem of a descriptor or path."""
-    size = os.statvfs(file).f_frsize
+    """What clone offsets must be multiples of on the filesystem of a descriptor or path. StorageError."""
+    try:
+        size = os.statvfs(file).f_frsize
+    except OSError as error:
+        raise storage_error(error, str(file), "ask the filesystem for its block size") from error
     return size if BLOCK <= size <= LARGEST_BLOCK else BLOCK
 
 
@@ -72,7 +75,7 @@ def clone_refusal(source: Path | None, directory: Path) -> str | None:
     try:
         fds.append(_open(paths[0], os.O_RDWR | os.O_CREAT | os.O_EXCL))
         block = block_size(fds[0])
-        if source is None or _size(source) < block:
+        if source is None or _stat(source).st_size < block:
             fds.append(_open(paths[1], os.O_RDWR | os.O_CREAT | os.O_EXCL))
             _fill(fds[1], block, paths[1])
         else:
@@ -92,11 +95,11 @@ def _open(path: Path, flags: int) -> int:
         raise storage_error(error, path, "open") from error
 
 
-def _size(path: Path) -> int:
+def _stat(path: Path) -> os.stat_result:
     try:
-        return os.stat(path).st_size
+        return os.stat(path)
     except OSError as error:
-        raise storage_error(error, path, "read the source") from error
+        raise storage_error(error, path, "look at") from error
 
 
 def _fill(fd: int, size: int, path: Path) -> None:
@@ -170,7 +173,7 @@ class Sharing:
     def __init__(self, mode: str, directory: Path, server_copy: bool) -> None:
         self.mode = mode
         self.reason = "--copy-mode copy was asked for" if mode == "copy" else ""
-        device = os.stat(directory).st_dev
+        device = _stat(directory).st_dev
         self._offload = server_copy or filesystem_type(device) in NETWORK
         self._no_clone: set[int] = set()
         self._no_offload: set[int] = set()
@@ -180,12 +183,15 @@ class Sharing:
         return self.mode != "copy" and device not in self._no_clone
 
     def probe(self, sources: Sequence[SourceFile], directory: Path) -> None:
-        """Try the largest source of each device. Under ``clone`` a refusal is a StorageError."""
+        """Try the largest source of each device. Under ``clone`` a refusal is a StorageError.
+
+        DataError where a source changed since it was planned, StorageError where one is gone.
+        """
         if self.mode == "copy":
             return
         largest: dict[int, tuple[int, Path]] = {}
-        for source in sources:
-            device, file = os.stat(source.path).st_dev, Path(source.path)
+        for source, stat in zip(sources, check_sources(sources), strict=True):
+            device, file = stat.st_dev, Path(source.path)
             largest[device] = max(largest.get(device, (-1, file)), (source.size, file))
         for device, (_, path) in largest.items():
             reason = clone_refusal(path, directory)

@@ -15,9 +15,10 @@ from glmconv.engine.blend import Blender
 from glmconv.engine.clone import MIN_CLONE, Sharing, block_size, extents
 from glmconv.engine.files import OpenSource, OpenTarget, Sources, write_all
 from glmconv.engine.hashes import LeafHasher
+from glmconv.engine.rounding import CastOverflow, Rounding, SlotCount
 from glmconv.engine.segments import Segment, segments
 from glmconv.engine.slots import TargetSlots
-from glmconv.plan import Payload
+from glmconv.plan import HASH_LEAF, Payload
 
 WINDOW = 1 << 20
 """Bytes of memory that one worker moves at a time (a second window is scratch for strided reads)."""
@@ -110,13 +111,17 @@ class Copier:
         self._blender = Blender(sources, self._scratch)
         self._ahead = None if hashing or sharing.mode == "copy" else EdgesAhead(sources, sharing)
         self._hasher: LeafHasher | None = None
+        self._rounded: list[SlotCount] = []
         self._target = OpenTarget(-1, "")
         self._block = PAGE
 
-    def run(self, slots: TargetSlots, first: int, end: int, target: OpenTarget) -> bytes:
-        """Write slots ``first`` to ``end`` into ``target`` and return their leaf digests.
+    def run(
+        self, slots: TargetSlots, first: int, end: int, target: OpenTarget
+    ) -> tuple[bytes, tuple[SlotCount, ...]]:
+        """Write slots ``first`` to ``end`` into ``target``; return their leaf digests and what casts lost.
 
-        Without hashing there are none. All bytes are written (not yet flushed to the device) when it returns.
+        Without hashing there are no digests. All bytes are written (not yet flushed to the device) when it
+        returns. Raises :class:`CastOverflow` for a whole payload.
         """
         if target is not self._target:
             self._target, self._block = target, block_size(target.fd)
@@ -124,6 +129,7 @@ class Copier:
         if self._ahead:
             self._ahead.ask(slots, first)
         self._hasher = LeafHasher() if self._hashing else None
+        self._rounded = []
         literals = slots.literals(slots.start(first), slots.start(end))
         pending = 0
         for index, start, stop in slots.pieces(first, end):
@@ -131,11 +137,11 @@ class Copier:
             while pending < len(literals) and literals[pending][0] < payload.offset + stop:
                 self._literal(*literals[pending])
                 pending += 1
-            self._payload(payload, start, stop)
+            self._payload(payload, start, stop, slots.first[index])
         for offset, data in literals[pending:]:
             self._literal(offset, data)
         self._window.flush()
-        return self._hasher.digests() if self._hasher else b""
+        return self._hasher.digests() if self._hasher else b"", tuple(self._rounded)
 
     def _literal(self, at: int, data: bytes) -> None:
         left = memoryview(data)
@@ -147,12 +153,13 @@ class Copier:
             left = left[len(view) :]
         self.counters.literal += len(data)
 
-    def _payload(self, payload: Payload, start: int, stop: int) -> None:
+    def _payload(self, payload: Payload, start: int, stop: int, slot: int) -> None:
+        """Bytes ``start`` to ``stop`` of the payload whose first slot is ``slot``."""
         for segment in segments(payload, start, stop):
             self._check_stop()
             at = payload.offset + segment.start
             if segment.moves:
-                self._blend(payload.offset, segment)
+                self._blend(payload, segment, slot)
             elif segment.src < 0:
                 self._zeros(at, segment.end - segment.start)
             else:
@@ -160,18 +167,26 @@ class Copier:
         if self._hasher and stop == payload.size:
             self._hasher.end_payload()
 
-    def _blend(self, offset: int, segment: Segment) -> None:
-        """Interleaved or cast runs: windows end at multiples of eight bytes, so that no element is cut."""
+    def _blend(self, payload: Payload, segment: Segment, slot: int) -> None:
+        """Interleaved or cast runs: windows end at multiples of eight bytes, so that no element is cut.
+
+        No window reaches over a slot's end, so that what casts lose is counted slot by slot.
+        """
         at = segment.start
         while at < segment.end:
             self._check_stop()
-            view = self._window.room(offset + at, segment.end - at)
-            if at + len(view) < segment.end:
+            end = min(segment.end, (at // HASH_LEAF + 1) * HASH_LEAF)
+            view = self._window.room(payload.offset + at, end - at)
+            if at + len(view) < end:
                 view = view[: max(0, len(view) - (at + len(view)) % 8)]
             if not view:
                 self._window.flush()
                 continue
-            copied, cast = self._blender.fill(view, at, segment.moves)
+            try:
+                copied, cast = self._blender.fill(view, at, segment.moves)
+            except CastOverflow as error:
+                raise self._blender.overflow(payload, self._check_stop) from error
+            self._count(slot + at // HASH_LEAF)
             if self._hasher:
                 self._hasher.update(view)
             self._window.advance(len(view))
@@ -179,6 +194,17 @@ class Copier:
             self.counters.computed += cast
             self.counters.zero += len(view) - copied - cast
             at += len(view)
+
+    def _count(self, slot: int) -> None:
+        """Add what casts lost since the last call to a slot."""
+        lost, self._blender.tally = self._blender.tally, Rounding()
+        if not (lost.to_zero or lost.to_subnormal):
+            return
+        if self._rounded and self._rounded[-1][0] == slot:
+            _, to_zero, to_subnormal = self._rounded.pop()
+            lost.to_zero += to_zero
+            lost.to_subnormal += to_subnormal
+        self._rounded.append((slot, lost.to_zero, lost.to_subnormal))
 
     def _zeros(self, at: int, size: int) -> None:
         """Zeros of a new file need no writing; the window writes small ones with their neighbours."""

@@ -58,14 +58,16 @@ def check_identity(source: SourceFile, stat: os.stat_result) -> None:
         raise changed_source(source, "was modified since it was planned (its modification time differs)")
 
 
-def check_sources(sources: Sequence[SourceFile]) -> None:
+def check_sources(sources: Sequence[SourceFile]) -> list[os.stat_result]:
     """Stat every source again. DataError when one changed, StorageError when one is gone."""
+    stats = []
     for source in sources:
         try:
-            stat = os.stat(source.path)
+            stats.append(os.stat(source.path))
         except OSError as error:
             raise storage_error(error, source.path, "read the source") from error
-        check_identity(source, stat)
+        check_identity(source, stats[-1])
+    return stats
 
 
 class OpenSource:

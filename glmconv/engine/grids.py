@@ -9,6 +9,7 @@ import numpy as np
 
 from glmconv.dtypes import DType
 from glmconv.engine.casts import cast_block
+from glmconv.engine.rounding import Rounding
 
 if TYPE_CHECKING:
     from typing import Any
@@ -40,6 +41,6 @@ def dense_rows(read: memoryview, rows: int, width: int, stride: int) -> memoryvi
     return memoryview(grid(read, rows, width, stride).tobytes())
 
 
-def cast_bytes(data: memoryview, cast: tuple[DType, DType]) -> memoryview:
-    """Dense elements cast from the first type to the second. DataError on overflow."""
-    return cast_block(data, *cast).data.cast("B")
+def cast_bytes(data: memoryview, cast: tuple[DType, DType], tally: Rounding) -> memoryview:
+    """Dense elements cast from the first type to the second; ``tally`` counts. CastOverflow on overflow."""
+    return cast_block(data, *cast, tally).data.cast("B")

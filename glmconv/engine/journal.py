@@ -24,6 +24,7 @@ from typing import Any
 import xxhash
 
 from glmconv.engine.files import OpenTarget, storage_error, sync_directory
+from glmconv.engine.rounding import SlotCount
 from glmconv.errors import DataError, StorageError
 from glmconv.plan import PLAN_FORMAT, Plan
 
@@ -33,12 +34,16 @@ RESTART_HINT = "--overwrite discards it and starts again, another destination le
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Slots ``first`` to ``end`` of target number ``target``, with their leaf digests (16 bytes each)."""
+    """Slots ``first`` to ``end`` of target number ``target``, with their leaf digests (16 bytes each).
+
+    ``rounded`` tells what casts lost, slot by slot, where they lost something.
+    """
 
     target: int
     first: int
     end: int
     digests: bytes = b""
+    rounded: tuple[SlotCount, ...] = ()
 
 
 @dataclass(slots=True)
@@ -160,7 +165,13 @@ class Journal:
     def append(self, finished: Iterable[Finished], held: Iterable[int] = ()) -> None:
         """Record finished slots and conditions that held; the data must be on disk. Durable on return."""
         lines = [
-            {"t": f.target, "s": f.first, "e": f.end, "h": base64.b64encode(f.digests).decode()}
+            {
+                "t": f.target,
+                "s": f.first,
+                "e": f.end,
+                "h": base64.b64encode(f.digests).decode(),
+                "r": f.rounded,
+            }
             for f in finished
         ]
         lines += [{"held": index} for index in held]
@@ -242,7 +253,8 @@ def _believed(data: bytes) -> tuple[Found, int]:
             found.finished = [done for done in found.finished if done.target != record["forget"]]
         elif "t" in record:
             digests = base64.b64decode(record["h"])
-            found.finished.append(Finished(record["t"], record["s"], record["e"], digests))
+            rounded = tuple((slot, zero, small) for slot, zero, small in record["r"])
+            found.finished.append(Finished(record["t"], record["s"], record["e"], digests, rounded))
     return found, fence
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from glmconv.engine.hashes import tree_digest
+from glmconv.engine.rounding import Rounding
 from glmconv.errors import Interrupted
 
 CopyMode = Literal["auto", "clone", "copy"]
@@ -65,8 +66,8 @@ class Outcome:
     had finished, ``bytes_literal`` (beside the sum) what lies between payloads. ``clone_reason`` says
     why bytes were copied that might have been cloned; empty when nothing was refused.
     ``bytes_reread`` were read for their hash alone, in ``reread_seconds`` of the workers' time.
-    ``run`` names the run, over all its interruptions. ``leaves[(target path, payload index)]`` holds leaf
-    digests, 16 bytes each, put end to end.
+    ``rounding`` tells by stored name what casts lost. ``run`` names the run; both are over all its
+    interruptions. ``leaves[(target path, payload index)]`` holds leaf digests, 16 bytes each, put end to end.
     """
 
     run: str
@@ -82,6 +83,7 @@ class Outcome:
     reread_seconds: float
     seconds: float
     clone_reason: str
+    rounding: dict[str, Rounding]
     leaves: dict[tuple[str, int], bytes] = field(repr=False)
 
     def copying(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from glmconv.engine.files import Sources, check_sources, make_directories, stora
 from glmconv.engine.hashes import DIGEST_BYTES
 from glmconv.engine.journal import JOURNAL, Finished, Found, Journal, open_journal
 from glmconv.engine.outcome import CopyMode, HashMode, Outcome, Progress, Stop
+from glmconv.engine.rounding import RoundingCounts
 from glmconv.engine.schedule import Job, Schedule, unfinished
 from glmconv.engine.slots import target_slots
 from glmconv.errors import DataError, StorageError, UsageError
@@ -133,6 +134,7 @@ class _Run:
         self._targets = target_slots(plan)
         self._files = TargetFiles(unit_dir(staging), self._targets)
         self._digests = [bytearray(DIGEST_BYTES * (slots.count - 1)) for slots in self._targets]
+        self._rounding = RoundingCounts(self._targets)
         self._reused = 0
         self._sharing = Sharing(options.copy_mode, staging, server_copy=options.hash_mode == "none")
         self._schedule = self._resume(found, min(JOB_BYTES, max(1, options.journal_bytes // 4)))
@@ -151,7 +153,7 @@ class _Run:
         for done in found.finished:
             if done.target not in lost:
                 ranges.setdefault(done.target, []).append((done.first, done.end))
-                self._keep_digests(done)
+                self._keep(done)
         stretches = []
         for slots in self._targets:
             left = unfinished(slots, ranges.get(slots.index, []))
@@ -161,7 +163,9 @@ class _Run:
             stretches += left
         return Schedule(stretches, job_bytes)
 
-    def _keep_digests(self, done: Finished) -> None:
+    def _keep(self, done: Finished) -> None:
+        """Take a job's digests, and what its casts lost."""
+        self._rounding.take(done.target, done.rounded)
         at = DIGEST_BYTES * done.first
         self._digests[done.target][at : at + len(done.digests)] = done.digests
 
@@ -240,9 +244,9 @@ class _Run:
     def _do(self, job: Job, copier: Copier) -> None:
         slots = job.slots
         before = copier.counters.cloned
-        digests = copier.run(slots, job.first, job.end, self._files.get(slots.index))
-        done = Finished(slots.index, job.first, job.end, digests)
-        self._keep_digests(done)
+        digests, rounded = copier.run(slots, job.first, job.end, self._files.get(slots.index))
+        done = Finished(slots.index, job.first, job.end, digests, rounded)
+        self._keep(done)
         cloned = copier.counters.cloned - before
         size = slots.start(job.end) - slots.start(job.first)
         self._commit().finished(done, size - cloned + cloned // CLONE_WEIGHT)
@@ -270,6 +274,7 @@ class _Run:
             reread_seconds=sum(counters.reread_seconds for counters in self._counters),
             seconds=time.monotonic() - self._began,
             clone_reason=self._sharing.reason,
+            rounding=self._rounding.by_tensor(),
             leaves=self._leaves() if self._options.hash_mode == "full" else {},
         )
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from glmconv.engine.clone import MIN_CLONE, Sharing, block_size
-from glmconv.engine.files import check_sources
+from glmconv.engine.files import check_sources, storage_error
 from glmconv.engine.segments import LONG_RUN, normalized
 from glmconv.plan import Move, Payload, Plan
 
@@ -19,13 +19,12 @@ def space_needed(plan: Plan, directory: Path, copy_mode: str) -> int:
 
     Ranges that can be cloned take next to none, holes of a sparse source none at all. Under ``auto``
     a range that is refused later is copied all the same, so this is an estimate, not a promise.
-    Raises StorageError where ``clone`` is impossible, DataError where a source has changed.
+    Raises StorageError where ``clone`` is impossible or a source is gone, DataError where one has changed.
     """
-    check_sources(plan.sources)
+    stats = check_sources(plan.sources)
     sharing = Sharing(copy_mode, directory, server_copy=False)
     sharing.probe(plan.sources, directory)
     block = block_size(directory)
-    stats = [os.stat(source.path) for source in plan.sources]
     cloning = [sharing.may_clone(stat.st_dev) for stat in stats]
     written = [0] * len(stats)
     need = plan.target_bytes
@@ -37,6 +36,20 @@ def space_needed(plan: Plan, directory: Path, copy_mode: str) -> int:
                 written[move.src] += move.src_bytes - cloned
     holes = (max(0, stat.st_size - stat.st_blocks * 512) for stat in stats)
     return need - sum(min(hole, size) for hole, size in zip(holes, written, strict=True))
+
+
+def space_taken(directory: Path) -> int:
+    """Bytes of the disk that the files under ``directory`` take now. Raises StorageError."""
+    taken = 0
+    for folder, _, names in os.walk(directory):
+        for path in (os.path.join(folder, name) for name in names):
+            try:
+                taken += os.lstat(path).st_blocks * 512
+            except FileNotFoundError:
+                continue  # a network filesystem's leftover of an unlinked file, gone since it was listed
+            except OSError as error:
+                raise storage_error(error, path, "look at what an earlier run wrote") from error
+    return taken
 
 
 def _cloned(payload: Payload, move: Move, block: int) -> int:

@@ -23,7 +23,10 @@ from glmconv.torchdist.writing import integer, plain_tuple, text
 from glmconv.torchdist.writing import named as named_global
 
 MAX_PAYLOAD = (1 << 32) - 4096
-"""Bytes that a payload must stay below: a record of 4 GiB would need the zip64 form, another head."""
+"""Bytes that a payload must stay below: a record of 4 GiB would need the zip64 form, another head.
+
+The writer cuts what is larger into several records (``writer``); records of others are read in either form.
+"""
 
 # Hash of the members' names, then of the CRCs (all 0) of those that are not empty.
 _SERIALIZATION_ID = b"1572819951185464302603005401530805769991"

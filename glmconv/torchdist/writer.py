@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from glmconv.dtypes import DType
+from glmconv.errors import Defect
 from glmconv.hf.origin import FILE as ORIGIN_FILE
 from glmconv.layout import Layout, Part, view2d
 from glmconv.manifest import HF_DIR
@@ -18,7 +19,7 @@ from glmconv.torchdist.common import METADATA_JSON, common_state, write_common
 from glmconv.torchdist.emit import metadata_bytes
 from glmconv.torchdist.entries import Chunk, ObjectEntry, TensorEntry
 from glmconv.torchdist.extra_state import EMPTY_STATE, extra_state_names
-from glmconv.torchdist.record import frame
+from glmconv.torchdist.record import MAX_PAYLOAD, frame
 from glmconv.torchdist.training_args import args_namespace
 
 PAGE = 4096
@@ -48,10 +49,12 @@ def draft_torch_dist(
     padded_vocab: int | None = None,
     iteration: int = 0,
     changes: Mapping[str, Any] | None = None,
+    max_payload: int = MAX_PAYLOAD,
 ) -> Draft:
     """Draft the unit directory of a torch_dist checkpoint in ``layout`` (a dialect).
 
-    ``padded_vocab``: rows of embedding and head, zero past the vocabulary.
+    ``padded_vocab``: rows of embedding and head, zero past the vocabulary. ``max_payload``: bytes
+    that each record's payload stays below; a larger chunk is cut by rows.
     """
     draft = Draft(list(source.files))
     records: list[_Record] = []
@@ -62,29 +65,40 @@ def draft_torch_dist(
         inner = (rows, *group[0].shape[1:]) if group[0].shape else ()
         shapes[name] = (dtype, (*layout.axes[name], *inner))
         for part in group:
-            records += _records(parts, part, dtype, rows)
+            records += _records(parts, part, dtype, rows, max_payload)
     chunks = _place(draft, records)
     objects = _objects(draft, {name: shape for name, (_, shape) in shapes.items()})
     entries = {
-        name: TensorEntry(dtype, shape, tuple(chunks[name])) for name, (dtype, shape) in shapes.items()
+        name: TensorEntry(dtype, shape, tuple(chunks.get(name, ())))
+        for name, (dtype, shape) in shapes.items()
     }
     _surroundings(draft, source, layout, policy, iteration, changes or {}, padded_vocab)
     draft.targets.append(literal_file(".metadata", metadata_bytes(entries, objects)))
     return draft
 
 
-def _records(parts: Parts, part: Part, dtype: DType, rows: int) -> list[_Record]:
+def _records(parts: Parts, part: Part, dtype: DType, rows: int, max_payload: int) -> list[_Record]:
     """The chunks of one part: each slot of a gate/up pair for itself, other parts whole.
 
-    A loader reads whole records for any slice of them, so chunks stay small: one expert's gate.
+    A loader reads whole records for any slice of them, so chunks stay small: one expert's gate. What
+    does not stay below ``max_payload`` bytes is cut further, between rows.
     """
     whole, _ = view2d(part.shape)
+    width = prod(part.shape[1:]) * dtype.itemsize
+    if width >= max_payload:
+        what = (
+            f"{dtype.label}{list(part.shape)}: one row of it has {width} bytes, and a record, which is cut "
+            f"between rows, must stay below {max_payload}"
+        )
+        hint = "torch_dist files cannot hold it; check the sizes in config.json"
+        parts.draft.defects.append(Defect("record", what, part.stored, hint))
+        return []
     if part.separate:
-        cuts = sorted((boxes[0].part_row, boxes[0].part_row + boxes[0].rows) for _, boxes in part.slots)
+        spans = sorted((boxes[0].part_row, boxes[0].part_row + boxes[0].rows) for _, boxes in part.slots)
     else:
-        cuts = [(0, rows)]
+        spans = [(0, rows)]
     made = []
-    for start, stop in cuts:
+    for start, stop in (cut for span in spans for cut in row_cuts(*span, width, max_payload)):
         body = (stop - start, *part.shape[1:]) if part.shape else ()
         sizes = (*(1 for _ in part.index), *body)
         place = (*part.index, start, *(0 for _ in part.shape[1:])) if part.shape else part.index
@@ -94,6 +108,16 @@ def _records(parts: Parts, part: Part, dtype: DType, rows: int) -> list[_Record]
         payload = Payload(part.stored, dtype, sizes, 0, size, moves, place, size - filled)
         made.append(_Record(payload, sizes))
     return made
+
+
+def row_cuts(start: int, stop: int, width: int, limit: int) -> list[tuple[int, int]]:
+    """Rows ``start`` to ``stop`` of ``width`` bytes in the fewest ranges that stay below ``limit`` bytes.
+
+    Ranges are equal but for one row, so that they depend on the shape alone. ``width`` is below ``limit``.
+    """
+    rows = stop - start
+    count = max(-(-rows // ((limit - 1) // max(width, 1))), 1)
+    return [(start + rows * i // count, start + rows * (i + 1) // count) for i in range(count)]
 
 
 def _place(draft: Draft, records: Sequence[_Record]) -> dict[str, list[Chunk]]:

@@ -21,7 +21,7 @@ if str(ROOT / "scripts") not in sys.path:
 
 import wide_checkpoint  # noqa: E402
 from checkpoint_configs import MODELS, raw_config  # noqa: E402
-from checkpoint_headers import FULL_MODELS, glm_moe_dsa_tensors  # noqa: E402
+from checkpoint_headers import FULL_MODELS, glm_moe_dsa_tensors, write_layout  # noqa: E402
 from golden_patterns import TensorInfo, compress, expand, expand_pattern  # noqa: E402
 from make_checkpoint import make_checkpoint, make_headers_only, make_proportioned  # noqa: E402
 
@@ -43,6 +43,7 @@ __all__ = [
     "real_config",
     "tiny_tensors",
     "wide_checkpoint",
+    "write_layout",
 ]
 
 

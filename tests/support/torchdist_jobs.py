@@ -115,6 +115,26 @@ def load_as_megatron(unit: str, shapes: dict[str, list[Any]], objects: list[str]
 
 
 @compat.installed()
+def load_fragment(
+    unit: str, key: str, shape: list[int], fragment: list[int], rows: list[int]
+) -> dict[str, Any]:
+    """Load one of several equal ranges of an fp32 tensor's rows, as one rank of tensor parallelism does.
+
+    ``shape`` is the range's own, ``fragment`` its number and how many there are. Returns the first, second
+    and last element of ``rows`` and how many elements are not zero.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.empty(shape), (0, *fragment))}
+    with runtime():
+        # The other ranks, whose ranges the check would miss, do not run.
+        loaded = dist_checkpointing.load(state, unit, validate_access_integrity=False)[key]
+    values = [[float(loaded[row, col]) for col in (0, 1, -1)] for row in rows]
+    return {"values": values, "nonzero": int(loaded.count_nonzero())}
+
+
+@compat.installed()
 def configs_of_args(units: dict[str, str]) -> dict[str, dict[str, Any]]:
     """The ``TransformerConfig`` that a trainer makes of each checkpoint's args: its plain fields."""
     from megatron.core import dist_checkpointing

@@ -11,6 +11,7 @@ import torch
 
 from glmconv.dtypes import DType
 from glmconv.engine.casts import cast_block
+from glmconv.engine.rounding import CastOverflow, Rounding
 from glmconv.errors import DataError
 
 TORCH = {
@@ -116,6 +117,48 @@ def test_overflow_is_an_error(source: DType, target: DType, value: float) -> Non
     data = torch.tensor([1.0, value], dtype=torch.float64).to(TORCH[source])
     with pytest.raises(DataError, match=f"does not fit {target.label}"):
         cast(to_bytes(data), source, target)
+
+
+NARROWING = [
+    (DType.F32, DType.F16),
+    (DType.F32, DType.BF16),
+    (DType.BF16, DType.F16),
+    (DType.F16, DType.BF16),
+    (DType.F64, DType.F32),
+    (DType.F64, DType.F16),
+    (DType.F64, DType.BF16),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), NARROWING)
+def test_what_underflows_is_counted(source: DType, target: DType) -> None:
+    """Against torch: values around the least normal and the least of all numbers, both signs, zeros, NaN."""
+    exponents = torch.arange(-180, 4, dtype=torch.float64)
+    values = torch.cat([sign * mantissa * 2**exponents for sign in (1, -1) for mantissa in (1.0, 1.25, 1.75)])
+    values = torch.cat([values, torch.tensor([0.0, -0.0, np.inf, np.nan, 1.0], dtype=torch.float64)])
+    values = values.to(TORCH[source])
+    rounded = values.to(TORCH[target]).to(torch.float64)
+    smallest = torch.finfo(TORCH[target]).smallest_normal
+    tally = Rounding()
+    cast_block(memoryview(to_bytes(values)), source, target, tally)
+    assert tally.to_zero == int(((values != 0) & (rounded == 0)).sum())
+    assert tally.to_subnormal == int(((rounded != 0) & (rounded.abs() < smallest)).sum())
+    assert (tally.to_zero > 0) == (source is not DType.F16)
+
+
+@pytest.mark.parametrize(("source", "target"), [*WIDENING, (DType.F32, DType.F64)])
+def test_a_widening_cast_loses_nothing(source: DType, target: DType) -> None:
+    tally = Rounding()
+    values = torch.tensor([1e-40, -1e-7, 0.0, 1.0], dtype=torch.float64).to(TORCH[source])
+    cast_block(memoryview(to_bytes(values)), source, target, tally)
+    assert tally == Rounding()
+
+
+def test_an_overflow_tells_how_many_values_and_the_largest() -> None:
+    values = torch.tensor([7e4, 1.0, -9e8, np.inf, np.nan, 65_504.0])
+    with pytest.raises(CastOverflow) as caught:
+        cast(to_bytes(values), DType.F32, DType.F16)
+    assert (caught.value.count, caught.value.largest) == (2, 9e8)
 
 
 @pytest.mark.parametrize(

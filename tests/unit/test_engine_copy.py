@@ -232,12 +232,12 @@ def test_a_source_that_changes_meanwhile_is_an_error(
     path = Path(plan.sources[0].path)
     copier_run = glmconv.engine.copy.Copier.run
 
-    def changing(self: object, *args: object) -> bytes:
-        digests = copier_run(self, *args)  # type: ignore[arg-type]
+    def changing(self: object, *args: object) -> object:
+        done = copier_run(self, *args)  # type: ignore[arg-type]
         if change == "shrink":
             os.truncate(path, 1 << 20)
         os.utime(path, ns=(1, 1))
-        return digests
+        return done
 
     monkeypatch.setattr(glmconv.engine.copy.Copier, "run", changing)
     with pytest.raises(DataError, match=r"shrank|modified"):
@@ -280,10 +280,11 @@ def test_a_target_outside_of_the_unit_is_refused(tmp_path: Path, path: str) -> N
         run(plan, tmp_path / "s")
 
 
-def test_an_overflowing_cast_names_the_file(tmp_path: Path) -> None:
+def test_an_overflowing_cast_names_tensor_and_file(tmp_path: Path) -> None:
     planner = Planner(tmp_path)
     src = planner.source(0, np.full(100, 1e6, np.float32).tobytes())
     planner.payload(planner.target("file"), 200, [Move(src, 0, 0, 400, cast=(DType.F32, DType.F16))])
-    with pytest.raises(DataError, match="does not fit F16") as caught:
+    with pytest.raises(DataError, match="100 values do not fit F16") as caught:
         run(planner.plan(), tmp_path / "s")
-    assert caught.value.where == planner.sources[0].path
+    assert caught.value.where == "t0"
+    assert f"of 100 values, from {planner.sources[0].path}" in caught.value.what

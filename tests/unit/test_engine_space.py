@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import glmconv.engine.clone as clone_module
-from glmconv.engine import execute, space_needed, unit_dir
+from glmconv.engine import execute, space_needed, space_taken, unit_dir
 from glmconv.errors import DataError, StorageError
 from glmconv.plan import Move
 from tests.support.engine_plans import Planner
@@ -97,3 +97,37 @@ def test_clone_is_refused_and_a_changed_source_told(tmp_path: Path, monkeypatch:
     os.truncate(plan.sources[0].path, 5000)
     with pytest.raises(DataError, match="shrank"):
         space_needed(plan, tmp_path, "auto")
+
+
+def test_a_source_that_vanishes_or_changes_before_the_first_clone_is_told(tmp_path: Path) -> None:
+    """Between the look at all sources and the trial of a clone, a file may go."""
+    plan = straight(tmp_path).plan()
+    path = Path(plan.sources[0].path)
+    sharing = clone_module.Sharing("auto", tmp_path, server_copy=False)
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(DataError, match="was modified since it was planned"):
+        sharing.probe(plan.sources, tmp_path)
+    path.unlink()
+    for look in (
+        lambda: sharing.probe(plan.sources, tmp_path),
+        lambda: space_needed(plan, tmp_path, "auto"),
+        lambda: execute(plan, tmp_path),
+    ):
+        with pytest.raises(StorageError, match="cannot read the source: No such file") as caught:
+            look()
+        assert caught.value.where == str(path)
+    for looks in (
+        lambda: clone_module.Sharing("auto", path, server_copy=False),
+        lambda: clone_module.block_size(path),
+    ):
+        with pytest.raises(StorageError, match="No such file"):
+            looks()
+
+
+def test_what_an_earlier_run_wrote_is_counted_once_it_is_on_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "unit").mkdir()
+    (tmp_path / "unit" / "whole").write_bytes(b"x" * MIB)
+    with (tmp_path / "unit" / "empty").open("wb") as file:
+        file.truncate(1 << 30)
+    (tmp_path / "dangling").symlink_to("nowhere")
+    assert MIB <= space_taken(tmp_path) < 2 * MIB
