@@ -13,6 +13,8 @@ from glmconv.bridge import Bridge
 from glmconv.config import DTYPE_FIELDS
 from glmconv.dtypes import BY_TORCH_NAME, DType
 from glmconv.errors import DataError, Defect, UsageError
+from glmconv.evidence import Compared, compare, findings
+from glmconv.evidence_fields import Fields
 from glmconv.hf.origin import Origin
 from glmconv.hf.reader import HfCheckpoint, open_hf
 from glmconv.layout import Layout, expand_drops, expand_tied, hf_layout
@@ -31,7 +33,9 @@ class SourceOptions:
     """How a checkpoint is to be understood; the defaults are strict.
 
     ``allow_missing`` are exact Hugging Face names. ``fill_missing_from`` is an HF checkpoint.
-    ``origin_hf_dir`` holds config (and headers) for a torch_dist that carries none.
+    ``origin_hf_dir`` holds config (and headers) for a torch_dist that carries none;
+    ``config_from_args`` makes its config from what its trainer wrote down. ``strict``: what the
+    trainer wrote down and the config contradicts is a defect also where it moves no rows.
     """
 
     model_type: str | None = None
@@ -40,11 +44,16 @@ class SourceOptions:
     fill_missing_from: Path | None = None
     allow_missing: frozenset[str] = frozenset()
     drop_mtp: bool = False
+    config_from_args: bool = False
+    strict: bool = False
 
 
 @dataclass(slots=True)
 class Source:
-    """A checkpoint, understood. ``tensors`` are found; ``missing`` are allowed to be."""
+    """A checkpoint, understood. ``tensors`` are found; ``missing`` are allowed to be.
+
+    ``statements``: what its trainer wrote down about the model; ``evidence``: that beside the config.
+    """
 
     path: Path
     kind: str
@@ -66,6 +75,9 @@ class Source:
     widened: dict[str, DType] = field(default_factory=dict)
     filled: list[str] = field(default_factory=list)
     trainer_bytes: int = 0
+    statements: list[Fields] = field(default_factory=list)
+    evidence: list[Compared] = field(default_factory=list)
+    config_from_args: bool = False
 
     @property
     def table(self) -> Table:
@@ -240,6 +252,7 @@ def settle(source: Source, found: Found, options: SourceOptions) -> None:
     """Drop MTP where asked, fill or allow what is missing, and note what stays wrong."""
     source.defects += found.defects
     source.dropped += found.padding
+    _compare_statements(source, options)
     missing = {tensor.name: tensor for tensor in found.missing}
     if options.drop_mtp and source.spec.num_mtp:
         without = replace(source.spec, num_mtp=0)
@@ -266,6 +279,13 @@ def settle(source: Source, found: Found, options: SourceOptions) -> None:
         )
     source.defects += [Defect("missing", f"shape {list(t.shape)}", t.name) for t in missing.values()]
     _compare_dtype(source)
+
+
+def _compare_statements(source: Source, options: SourceOptions) -> None:
+    """What the checkpoint says about itself, beside the config."""
+    source.evidence = compare(source.statements, source.spec)
+    for finding in findings(source.evidence, strict=options.strict):
+        (source.defects if finding.severity == "error" else source.warnings).append(finding)
 
 
 def _compare_dtype(source: Source) -> None:

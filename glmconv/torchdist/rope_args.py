@@ -11,10 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from glmconv.evidence_fields import STEPWISE
 from glmconv.spec import ModelSpec
-
-STEPWISE = "llama3"
-"""The type of scaling by wavelength that ``use_rope_scaling`` switches on."""
 
 STEPS = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 """Its numbers that megatron-core has no argument for."""

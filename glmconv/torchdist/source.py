@@ -24,6 +24,7 @@ from glmconv.stored import StoredChunk, StoredTensor, locate
 from glmconv.torchdist.location import locate as find_unit
 from glmconv.torchdist.metadata import Metadata, payload_offsets, read_metadata
 from glmconv.torchdist.spellings import is_trainer_state, normalise
+from glmconv.torchdist.statements import read_statements
 
 
 @dataclass(slots=True)
@@ -94,6 +95,7 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
     Raises StorageError and DataError; what is missing or unexpected is listed in ``defects``.
     """
     unit = open_unit(path)
+    statements = read_statements(unit.path, unit.metadata)
     hf_dir = _hf_dir(unit.path, options.origin_hf_dir)
     config = read_json(hf_dir / "config.json")
     bridge = family_of(config, options.model_type, hf_dir)
@@ -116,6 +118,7 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
         origin=_origin(hf_dir),
         stacked=layout.stacked,
         widened=read_widened(unit.path / MANIFEST_FILE),
+        statements=statements,
     )
     explain_layers(source, found.unused)
     for name, tensor in found.unused.items():
