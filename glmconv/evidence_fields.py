@@ -45,7 +45,7 @@ class Fields:
         value = self._first(names)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) and value >= 0 else None
 
     def flag(self, *names: str) -> bool | None:
         value = self._first(names)

@@ -110,6 +110,7 @@ def make_manifest(planned: Planned, report: Report) -> dict[str, Any]:
         "layout": planned.to,
         "dialect": planned.layout.name if planned.to == "megatron" else None,
         "source": {"path": str(source.path.resolve()), "layout": report.from_layout},
+        "config_from_args": source.config_from_args,
         "plan_digest": report.plan_digest,
         "dtype": planned.options.dtype,
         "widened": report.widened,

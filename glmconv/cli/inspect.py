@@ -84,7 +84,7 @@ def show(report: InspectReport, wanted: str | None = None) -> None:
     if report.model:
         facts("model", {name: escape(value) for name, value in report.model.items()})
     if report.evidence:
-        rows = [
+        said = [
             (
                 one.name,
                 escape(one.said),
@@ -93,15 +93,15 @@ def show(report: InspectReport, wanted: str | None = None) -> None:
             )
             for one in report.evidence
         ]
-        table("what the trainer wrote down", ("field", "says", "config.json", ""), rows)
+        table("what the trainer wrote down", ("field", "says", "config.json", ""), said)
     if report.manifest is not None:
         shown = {name: escape(str(report.manifest.get(name))) for name in _MANIFEST_SHOWN}
         facts("written by glmconv", shown)
     if wanted is not None:
-        rows = [
+        listed = [
             (one.name, one.dtype, escape(str(one.shape)), size(one.bytes), ", ".join(one.files))
             for one in report.tensors
         ]
-        table(f"{len(rows):,} tensors", ("tensor", "dtype", "shape", "size", "file"), rows)
+        table(f"{len(listed):,} tensors", ("tensor", "dtype", "shape", "size", "file"), listed)
     if not report.understood:
         err.print(escape(f"only the headers are understood: {report.why}"))

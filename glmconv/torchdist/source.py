@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from glmconv.digest import digest_bytes
-from glmconv.errors import DataError, Defect
+from glmconv.errors import DataError, Defect, UsageError
+from glmconv.evidence_config import ArgsReader, family_said, first_statement, made_warning, unnamed_family
+from glmconv.evidence_fields import Fields
 from glmconv.hf.origin import FILE as ORIGIN_FILE
 from glmconv.hf.origin import Origin
 from glmconv.hf.reader import INDEX, SINGLE, open_hf, read_json, source_file
@@ -17,6 +19,7 @@ from glmconv.layout import Layout, megatron_layout
 from glmconv.manifest import FILE as MANIFEST_FILE
 from glmconv.manifest import HF_DIR, read_dialect, read_widened
 from glmconv.plan import Dropped, SourceFile
+from glmconv.registry import FAMILIES, get_bridge
 from glmconv.rules import DIALECTS, Table
 from glmconv.sources import Source, SourceOptions, explain_layers, family_of, refuse_quantised, settle
 from glmconv.spec import ModelSpec
@@ -96,12 +99,17 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
     """
     unit = open_unit(path)
     statements = read_statements(unit.path, unit.metadata)
-    hf_dir = _hf_dir(unit.path, options.origin_hf_dir)
-    config = read_json(hf_dir / "config.json")
-    bridge = family_of(config, options.model_type, hf_dir)
+    hf_dir = None if options.config_from_args else _hf_dir(unit.path, options.origin_hf_dir)
+    if hf_dir is None:
+        config = _made_config(unit.path, statements, options)
+    else:
+        config = read_json(hf_dir / "config.json")
+    bridge = family_of(config, options.model_type, hf_dir or unit.path)
     # A config that names a quantisation would be written beside weights that have none.
-    refuse_quantised(config, unit.stored, hf_dir)
+    refuse_quantised(config, unit.stored, hf_dir or unit.path)
     spec = bridge.spec(config, _mtp_shapes(bridge.table, config, unit.stored))
+    if hf_dir is None and bridge.mtp_field is not None:
+        config[bridge.mtp_field] = spec.num_mtp
     layout = _choose_layout(bridge.table, spec, unit, options.dialect)
     found = locate((layout,), unit.stored)
     source = Source(
@@ -115,11 +123,14 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
         tensors=found.tensors,
         stored=unit.stored,
         hf_dir=hf_dir,
-        origin=_origin(hf_dir),
+        origin=_origin(hf_dir) if hf_dir is not None else None,
         stacked=layout.stacked,
         widened=read_widened(unit.path / MANIFEST_FILE),
         statements=statements,
+        config_from_args=hf_dir is None,
     )
+    if source.config_from_args:
+        source.warnings.append(made_warning(statements[0]))
     explain_layers(source, found.unused)
     for name, tensor in found.unused.items():
         source.defects.append(
@@ -144,8 +155,30 @@ def _hf_dir(unit: Path, given: Path | None) -> Path:
     raise DataError(
         "the checkpoint carries no Hugging Face config",
         where=str(unit),
-        hint="name the model's HF directory with --origin-hf-dir (config.json and tokenizer suffice)",
+        hint="name the model's HF directory with --origin-hf-dir (config.json and tokenizer suffice), or let "
+        "--config-from-args make one of what the trainer wrote down",
     )
+
+
+def _made_config(unit: Path, statements: list[Fields], options: SourceOptions) -> dict[str, Any]:
+    """The config that the trainer's args say. Raises UsageError where there is one, or no family is named."""
+    if options.origin_hf_dir is not None or (unit / HF_DIR / "config.json").is_file():
+        raise UsageError(
+            "--config-from-args is for a checkpoint without a Hugging Face config, and there is one",
+            where=str(options.origin_hf_dir or unit / HF_DIR),
+            hint="leave --config-from-args away",
+        )
+    fields = first_statement(statements, unit)
+    family = options.model_type or family_said(statements, FAMILIES)
+    if family is None:
+        raise unnamed_family(unit, FAMILIES)
+    make = get_bridge(family).config_of
+    if make is None:
+        raise UsageError(f"--config-from-args: args do not suffice for {family}", hint="--origin-hf-dir")
+    reader = ArgsReader(fields)
+    config = make(reader)
+    reader.finish(family)
+    return config
 
 
 def _origin(hf_dir: Path) -> Origin | None:
