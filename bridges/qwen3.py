@@ -72,7 +72,7 @@ def read_moe_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
         normalise=reader.flag("norm_topk_prob", False),
     )
     check_routing(reader, moe)
-    ffn_size = reader.natural("intermediate_size", default=moe.ffn_size)
+    ffn_size = reader.natural("intermediate_size", default=6144)  # transformers' class
     return _spec(reader, "qwen3_moe", ffn_size, moe, moe_layers)
 
 
