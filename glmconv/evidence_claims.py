@@ -251,6 +251,8 @@ CLAIMS: tuple[Claim, ...] = (
             False,
         ),
     ),
+    # miles stores the indexer's rows in another order where this is set.
+    _flag("indexer_rope_interleave", "indexer_rope_interleave", _dsa(lambda dsa: dsa.rope_interleave)),
     _number("layernorm_epsilon norm_epsilon", "rms_norm_eps", lambda spec: spec.norm_eps, False),
     Claim(
         ("normalization",),

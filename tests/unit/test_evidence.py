@@ -105,6 +105,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("glm-5", {"v_head_dim": 3}),
     ("glm-5", {"dsa_indexer_n_heads": 5}),
     ("glm-5", {"dsa_indexer_head_dim": 3}),
+    ("glm-5", {"indexer_rope_interleave": False}),
     ("glm-5.2", {"dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 3}),
 ]
 FORWARD: list[tuple[str, dict[str, Any]]] = [
