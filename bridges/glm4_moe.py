@@ -15,6 +15,7 @@ from glmconv.config import (
     count_mtp_layers,
     sigmoid_experts,
 )
+from glmconv.evidence_config import ArgsReader
 from glmconv.spec import ModelSpec
 from mappings.glm4_moe import TABLE
 
@@ -63,6 +64,19 @@ def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
     return spec
 
 
+def config_of(args: ArgsReader) -> dict[str, Any]:
+    """A GLM-4.5 config from a trainer's args."""
+    return {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        **args.common(),
+        **args.grouped_attention(),
+        **args.sigmoid_experts(),
+        "partial_rotary_factor": args.number("rotary_percent"),
+        "use_qk_norm": args.flag("qk_layernorm"),
+    }
+
+
 BRIDGES = {
     "glm4_moe": Bridge(
         model_type="glm4_moe",
@@ -70,5 +84,6 @@ BRIDGES = {
         spec=read_spec,
         titles=("GLM-4.5", "GLM-4.5-Air", "GLM-4.6", "GLM-4.7"),
         mtp_field="num_nextn_predict_layers",
+        config_of=config_of,
     )
 }

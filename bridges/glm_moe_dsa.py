@@ -15,6 +15,7 @@ from glmconv.config import (
     count_mtp_layers,
     sigmoid_experts,
 )
+from glmconv.evidence_config import ArgsReader
 from glmconv.spec import Dsa, Mla, ModelSpec
 from mappings.glm_moe_dsa import TABLE
 
@@ -222,6 +223,32 @@ def read_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
     return spec
 
 
+def config_of(args: ArgsReader) -> dict[str, Any]:
+    """A GLM-5 config from a trainer's args; those of slime and miles lack the indexer's numbers."""
+    args.need(args.fields.latent or None, "multi_latent_attention")
+    args.need(args.fields.sparse or None, "experimental_attention_variant")
+    return {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        **args.common(),
+        **args.sigmoid_experts(),
+        "num_key_value_heads": args.natural("num_attention_heads"),
+        "attention_bias": False,
+        "q_lora_rank": args.natural("q_lora_rank"),
+        "kv_lora_rank": args.natural("kv_lora_rank"),
+        "qk_nope_head_dim": args.natural("qk_head_dim"),
+        "qk_rope_head_dim": args.natural("qk_pos_emb_head_dim"),
+        "v_head_dim": args.natural("v_head_dim"),
+        "index_n_heads": args.natural("dsa_indexer_n_heads"),
+        "index_head_dim": args.natural("dsa_indexer_head_dim"),
+        "index_topk": args.natural("dsa_indexer_topk"),
+        "index_topk_freq": args.fields.natural("dsa_indexer_topk_freq") or 1,
+        "index_skip_topk_offset": args.fields.natural("dsa_indexer_skip_topk_offset") or 0,
+        "rope_interleave": True,
+        "indexer_rope_interleave": args.fields.flag("dsa_indexer_rope_interleaved") is not False,
+    }
+
+
 BRIDGES = {
     "glm_moe_dsa": Bridge(
         model_type="glm_moe_dsa",
@@ -229,5 +256,6 @@ BRIDGES = {
         spec=read_spec,
         titles=("GLM-5", "GLM-5.1", "GLM-5.2"),
         mtp_field="num_nextn_predict_layers",
+        config_of=config_of,
     )
 }

@@ -15,6 +15,7 @@ from glmconv.config import (
     check_experts,
     check_routing,
 )
+from glmconv.evidence_config import ArgsReader
 from glmconv.spec import ModelSpec, Moe
 from mappings.qwen3 import DENSE_TABLE, MOE_TABLE
 
@@ -120,11 +121,43 @@ def read_moe_spec(config: Mapping[str, Any], shapes: Shapes) -> ModelSpec:
         normalise=reader.flag("norm_topk_prob", False),
     )
     check_routing(reader, moe)
-    ffn_size = reader.natural("intermediate_size", default=moe.ffn_size)
+    ffn_size = reader.natural("intermediate_size", default=6144)  # transformers' class
     return _spec(reader, "qwen3_moe", ffn_size, moe, moe_layers)
 
 
+def dense_config_of(args: ArgsReader) -> dict[str, Any]:
+    """A Qwen3 config from a trainer's args."""
+    named = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    return named | args.common() | args.grouped_attention()
+
+
+def moe_config_of(args: ArgsReader) -> dict[str, Any]:
+    """A Qwen3-MoE config from a trainer's args."""
+    named = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    layers = args.need(args.fields.moe_layers(), "moe_layer_freq") or ()
+    return {
+        **named,
+        **args.common(),
+        **args.grouped_attention(),
+        "num_experts": args.need(args.fields.experts, "num_experts"),
+        "num_experts_per_tok": args.natural("moe_router_topk"),
+        "moe_intermediate_size": args.natural("moe_ffn_hidden_size"),
+        # The softmax runs over the chosen experts, unless it is taken before the choice.
+        "norm_topk_prob": args.flag("moe_router_pre_softmax") is False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, is_moe in enumerate(layers) if not is_moe],
+    }
+
+
 BRIDGES = {
-    "qwen3": Bridge("qwen3", DENSE_TABLE, read_dense_spec, ("Qwen3-0.6B … Qwen3-32B",)),
-    "qwen3_moe": Bridge("qwen3_moe", MOE_TABLE, read_moe_spec, ("Qwen3-30B-A3B", "Qwen3-235B-A22B")),
+    "qwen3": Bridge(
+        "qwen3", DENSE_TABLE, read_dense_spec, ("Qwen3-0.6B … Qwen3-32B",), config_of=dense_config_of
+    ),
+    "qwen3_moe": Bridge(
+        "qwen3_moe",
+        MOE_TABLE,
+        read_moe_spec,
+        ("Qwen3-30B-A3B", "Qwen3-235B-A22B"),
+        config_of=moe_config_of,
+    ),
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from glmconv.config import Shapes
+from glmconv.evidence_config import ArgsReader
 from glmconv.rules import Table
 from glmconv.spec import ModelSpec
 
@@ -18,6 +19,7 @@ class Bridge:
     ``spec(config, shapes)`` validates a raw config, cross-checked with the files' shapes where the
     source is HF, and raises DataError with all defects. ``mtp_field`` is the config's number of
     MTP layers, or None where the family has none. ``titles`` are the released models.
+    ``config_of(args)`` makes a config from what a trainer wrote down, None where that cannot suffice.
     """
 
     model_type: str
@@ -25,3 +27,4 @@ class Bridge:
     spec: Callable[[Mapping[str, Any], Shapes], ModelSpec]
     titles: tuple[str, ...]
     mtp_field: str | None = None
+    config_of: Callable[[ArgsReader], dict[str, Any]] | None = None

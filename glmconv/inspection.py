@@ -13,6 +13,7 @@ from typing import Any
 from glmconv.checks.subject import INDEXER, layers, templates
 from glmconv.comparison import describe_layout
 from glmconv.errors import DataError
+from glmconv.evidence import Compared
 from glmconv.hf.reader import HfCheckpoint, open_hf
 from glmconv.manifest import FILE, read_manifest
 from glmconv.opening import local_path, open_source
@@ -61,6 +62,7 @@ class InspectReport:
     why: str = ""
     facts: dict[str, str] = field(default_factory=dict)
     model: dict[str, str] = field(default_factory=dict)
+    evidence: list[Compared] = field(default_factory=list)
     dtypes: list[DtypeLine] = field(default_factory=list)
     tensors: list[TensorLine] = field(default_factory=list)
     manifest: dict[str, Any] | None = None
@@ -112,6 +114,7 @@ def _understand(report: InspectReport, path: Path, options: SourceOptions) -> No
     report.titles = list(get_bridge(source.spec.model_type).titles)
     report.defects = len(source.defects)
     report.model = _model(source)
+    report.evidence = source.evidence
 
 
 def _sizes(report: InspectReport, stored: Mapping[str, StoredTensor], files: list[SourceFile]) -> None:

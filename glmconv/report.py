@@ -144,6 +144,7 @@ def make_manifest(planned: Planned, report: Report) -> dict[str, Any]:
         "run": outcome.run if outcome else None,
         "config": None if report.config is None else str(report.config.resolve()),
         "filled": report.filled,
+        "config_from_args": source.config_from_args,
         "plan_digest": report.plan_digest,
         "dtype": planned.options.dtype,
         "widened": report.widened,

@@ -13,19 +13,19 @@ from glmconv.bridge import Bridge
 from glmconv.config import DTYPE_FIELDS
 from glmconv.dtypes import BY_TORCH_NAME, DType
 from glmconv.errors import DataError, Defect, UsageError
+from glmconv.evidence import Compared, compare, findings
+from glmconv.evidence_fields import Fields
 from glmconv.hf.origin import Origin
 from glmconv.hf.reader import HfCheckpoint, open_hf
 from glmconv.layout import HfTensor, Layout, hf_layout
 from glmconv.plan import Blank, Dropped, Equal, SourceFile
+from glmconv.quantised import refuse_quantised
 from glmconv.registry import get_bridge
 from glmconv.rules import DIALECTS, UNTIED, Table
 from glmconv.same_model import differences
 from glmconv.spec import ModelSpec
 from glmconv.stored import Found, Located, StoredTensor, locate
 from glmconv.surplus import BY_DROP_MTP, drop_surplus_mtp, explain_unused
-
-MAX_LISTED = 8
-QUANTISATION_FIELDS = ("quantization_config", "compression_config")
 
 UNTIED_HINT = (
     "config.json says that the head is no copy of the embedding; if the model is tied, correct its "
@@ -47,7 +47,9 @@ class SourceOptions:
 
     ``allow_missing`` are exact Hugging Face names. ``fill_missing_from`` is an HF checkpoint of the
     same model. ``dialect`` is that of a torch_dist which does not tell.
-    ``origin_hf_dir`` holds config (and headers) for a torch_dist that carries none.
+    ``origin_hf_dir`` holds config (and headers) for a torch_dist that carries none.;
+    ``config_from_args`` makes its config from what its trainer wrote down. ``strict``: what the
+    trainer wrote down and the config contradicts is a defect also where it moves no rows.
     """
 
     model_type: str | None = None
@@ -56,6 +58,8 @@ class SourceOptions:
     fill_missing_from: Path | None = None
     allow_missing: frozenset[str] = frozenset()
     drop_mtp: bool = False
+    config_from_args: bool = False
+    strict: bool = False
 
     def check(self) -> None:
         """Raise UsageError for what means nothing whatever the source is."""
@@ -72,6 +76,7 @@ class Source:
     ``config_from``: the ``config.json`` of a torch_dist, where it is not the unit's own.
     ``filled`` are tensors from another checkpoint, each with the file it comes from. ``changes`` are
     fields of ``config`` that the checkpoint itself has corrected. ``advice``: what to try.
+    ``statements``: what its trainer wrote down about the model; ``evidence``: that beside the config.
     """
 
     path: Path
@@ -98,6 +103,9 @@ class Source:
     changes: dict[str, Any] = field(default_factory=dict)
     advice: str = "glmconv check shows the checkpoint tensor by tensor"
     trainer_bytes: int = 0
+    statements: list[Fields] = field(default_factory=list)
+    evidence: list[Compared] = field(default_factory=list)
+    config_from_args: bool = False
 
     @property
     def table(self) -> Table:
@@ -146,29 +154,6 @@ def family_of(config: Mapping[str, Any], model_type: str | None, where: Path) ->
             hint="leave --model-type away, or name another checkpoint",
         )
     return get_bridge(named)
-
-
-def refuse_quantised(config: Mapping[str, Any], stored: Mapping[str, StoredTensor], where: Path) -> None:
-    """Refuse sources in a quantised form before any work, by the format's name. Raises DataError."""
-    block = next((config[f] for f in QUANTISATION_FIELDS if config.get(f) is not None), None)
-    if block is not None:
-        told = block if isinstance(block, dict) else {"quant_method": block}
-        method = told.get("quant_method", "unnamed")
-        form = told.get("fmt") or told.get("format") or ""
-        raise DataError(
-            f"the checkpoint is quantised ({' '.join(f'{method} {form}'.split())})",
-            where=str(where / "config.json"),
-            hint="use the BF16 release; quantised sources are not handled yet",
-        )
-    odd = [t.name for t in stored.values() if not t.dtype.is_plain_float]
-    scales = [name for name in stored if name.endswith(("_scale_inv", "_scale", ".scale", "weight_packed"))]
-    if odd or scales:
-        names = ", ".join((odd + scales)[:MAX_LISTED])
-        raise DataError(
-            f"{len(odd) + len(scales)} tensors are quantised or not floating point: {names}",
-            where=str(where),
-            hint="use the BF16 release; quantised sources are not handled yet",
-        )
 
 
 def open_hf_source(path: Path, options: SourceOptions) -> Source:
@@ -221,6 +206,7 @@ def settle(source: Source, found: Found, options: SourceOptions) -> None:
     source.defects += found.defects
     source.dropped += found.padding
     source.blank += found.blank
+    _compare_statements(source, options)
     missing = {tensor.name: tensor for tensor in found.missing}
     without = {one.name for one in hf_layout(source.table, replace(source.spec, num_mtp=0)).tensors()}
     if options.drop_mtp:
@@ -253,6 +239,15 @@ def settle(source: Source, found: Found, options: SourceOptions) -> None:
     if missing:
         source.advice = MTP_ADVICE if without.isdisjoint(missing) else MISSING_ADVICE
     _compare_dtype(source)
+
+
+def _compare_statements(source: Source, options: SourceOptions) -> None:
+    """What the checkpoint says about itself, beside the config."""
+    source.evidence = compare(source.statements, source.spec)
+    if options.drop_mtp:  # the layers go whoever promises them
+        source.evidence = [one for one in source.evidence if one.field != source.bridge.mtp_field]
+    for finding in findings(source.evidence, strict=options.strict):
+        (source.defects if finding.severity == "error" else source.warnings).append(finding)
 
 
 def _compare_dtype(source: Source) -> None:

@@ -140,6 +140,9 @@ def add_side_files(draft: Draft, source: Source, folder: str, changes: Mapping[s
 
     ``config.json`` is rewritten only where ``changes`` says that the weights changed.
     """
+    if source.config_from_args:
+        text = json.dumps({**source.config, **changes}, indent=2) + "\n"
+        draft.targets.append(literal_file(f"{folder}config.json", text.encode()))
     if source.hf_dir is None:
         return
     side = find_side_files(source.hf_dir)

@@ -12,85 +12,23 @@ from __future__ import annotations
 
 import argparse
 import enum
-import importlib.abc
-import importlib.machinery
 import json
 import subprocess
 import sys
 import textwrap
-import types
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from absent_packages import install
+
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = ROOT / "glmconv" / "torchdist" / "parser_defaults.py"
-ABSENT_PACKAGES = ("triton", "six", "causal_conv1d", "mamba_ssm", "miles_megatron_plugins")
-
-
-class _Members(type):
-    """A class that has every attribute."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return cls
-
-
-class _Nothing(metaclass=_Members):
-    """Stands for anything of a package that is not here; as a decorator it changes nothing."""
-
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        pass
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        return args[0] if args else self
-
-    def __getattr__(self, name: str) -> _Nothing:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Nothing()
-
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        return ()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-
-class _Module(types.ModuleType):
-    __version__ = "0.0.0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (_Nothing,), {})
-
-
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the packages of ``ABSENT_PACKAGES``, after every real finder has failed."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] in ABSENT_PACKAGES:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return _Module(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__path__ = []
 
 
 def dump(checkout: str) -> None:
     """Print the defaults of the checkout's parser as JSON; objects of classes as ``{"class": repr}``."""
-    import torch._dynamo  # noqa: F401  before triton seems to be there
-
-    sys.path.insert(0, checkout)
-    sys.meta_path.append(_Absent())
-    if not hasattr(typing, "override"):  # Python 3.11
-        typing.override = lambda function: function  # type: ignore[attr-defined]
+    install([checkout])
     from megatron.training import arguments
 
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

@@ -52,6 +52,10 @@ def _facts(report: CheckReport, source: Source) -> None:
     )
     if moe is not None:
         report.facts["experts"] = f"{moe.num_experts} a layer, top {moe.top_k}"
+    if source.evidence:
+        wrong = sum(not one.agrees for one in source.evidence)
+        verdict = f"{wrong} contradict config.json" if wrong else "config.json agrees with all"
+        report.facts["trainer's args"] = f"{len(source.evidence)} statements compared, {verdict}"
     if source.trainer_bytes:
         count = next(
             (one.name for one in source.dropped if one.reason == "trainer's state"), "trainer's state"

@@ -68,6 +68,17 @@ def command(
     dialect: Annotated[
         str | None, typer.Option(help="Dialect of a torch_dist, where it cannot be told.")
     ] = None,
+    config_from_args: Annotated[
+        bool,
+        typer.Option(
+            "--config-from-args",
+            help="Make the HF config of a torch_dist without one from its args.",
+        ),
+    ] = False,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Whatever in config.json contradicts the trainer's args is an error."),
+    ] = False,
     model_type: Annotated[str | None, typer.Option(help="Checked against config.json.")] = None,
     drop_mtp: Annotated[bool, typer.Option("--drop-mtp", help="Check without the MTP layers.")] = False,
     workers: Annotated[int, typer.Option("-j", "--workers", min=1, help="Threads that read.")] = 2,
@@ -90,7 +101,12 @@ def command(
 
     options = CheckOptions(
         source=SourceOptions(
-            model_type=model_type, dialect=dialect, origin_hf_dir=origin_hf_dir, drop_mtp=drop_mtp
+            model_type=model_type,
+            dialect=dialect,
+            origin_hf_dir=origin_hf_dir,
+            drop_mtp=drop_mtp,
+            config_from_args=config_from_args,
+            strict=strict,
         ),
         hashes=hashes,
         values=values,

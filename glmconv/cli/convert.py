@@ -44,6 +44,17 @@ def command(
     origin_hf_dir: Annotated[
         Path | None, typer.Option(help="HF config and side files of a torch_dist that carries none.")
     ] = None,
+    config_from_args: Annotated[
+        bool,
+        typer.Option(
+            "--config-from-args",
+            help="Make the HF config of a torch_dist without one from its args.",
+        ),
+    ] = False,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Refuse a config that contradicts the trainer's args in anything."),
+    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -120,6 +131,8 @@ def command(
         fill_missing_from=fill_missing_from,
         allow_missing=frozenset(allow_missing or ()),
         drop_mtp=drop_mtp,
+        config_from_args=config_from_args,
+        strict=strict,
     )
     target = TargetOptions(
         to=to,

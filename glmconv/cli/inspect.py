@@ -38,6 +38,14 @@ def command(
     dialect: Annotated[
         str | None, typer.Option(help="Dialect of a torch_dist, where it cannot be told.")
     ] = None,
+    config_from_args: Annotated[
+        bool,
+        typer.Option(
+            "--config-from-args",
+            help="Make the HF config of a torch_dist without one from its args.",
+        ),
+    ] = False,
+    model_type: Annotated[str | None, typer.Option(help="Checked against config.json.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Show what a path holds: layout, dialect, model, sizes, dtypes; unknown families too."""
@@ -46,7 +54,13 @@ def command(
     from glmconv.sources import SourceOptions
 
     wanted = match if match is not None else "*" if tensors else None
-    report = inspect(path, SourceOptions(dialect=dialect, origin_hf_dir=origin_hf_dir), wanted)
+    options = SourceOptions(
+        model_type=model_type,
+        dialect=dialect,
+        origin_hf_dir=origin_hf_dir,
+        config_from_args=config_from_args,
+    )
+    report = inspect(path, options, wanted)
     if as_json:
         print_json(report.to_json())
     else:
@@ -69,14 +83,25 @@ def show(report: InspectReport, wanted: str | None = None) -> None:
     )
     if report.model:
         facts("model", report.model)
+    if report.evidence:
+        said = [
+            (
+                one.name,
+                one.said,
+                one.held,
+                "agrees" if one.agrees else f"CONTRADICTS {one.field}",
+            )
+            for one in report.evidence
+        ]
+        table("what the trainer wrote down", ("field", "says", "config.json", ""), said)
     if report.manifest is not None:
         shown = {name: str(report.manifest.get(name)) for name in _MANIFEST_SHOWN}
         facts("written by glmconv", shown)
     if wanted is not None:
-        rows = [
+        listed = [
             (one.name, one.dtype, str(one.shape), size(one.bytes), ", ".join(one.files))
             for one in report.tensors
         ]
-        table(f"{len(rows):,} tensors", ("tensor", "dtype", "shape", "size", "file"), rows)
+        table(f"{len(listed):,} tensors", ("tensor", "dtype", "shape", "size", "file"), listed)
     if not report.understood:
         note(f"only the headers are understood: {report.why}")

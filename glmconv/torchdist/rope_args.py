@@ -11,10 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from glmconv.evidence_fields import STEPWISE
 from glmconv.spec import ModelSpec
-
-STEPWISE = "llama3"
-"""The type of scaling by wavelength that ``use_rope_scaling`` switches on."""
 
 STEPS = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 """Its numbers that megatron-core has no argument for."""
@@ -109,13 +107,8 @@ def unsaid_rope(spec: ModelSpec, dialect: str) -> list[str]:
     """What of the rotary embedding the arguments of a dialect's trainers cannot say."""
     scaling, mla = spec.rope.scaling, spec.mla is not None
     kind = scaling_kind(scaling)
-    if kind == "yarn" and mla and dialect in ("slime", "miles") and not _equal_mscales(spec):
-        # slime_plugins and miles_plugins, models/glm5/glm5.py.
-        return ["rope scaling 'yarn': its attention scales scores by mscale, transformers by mscale_all_dim"]
-    if kind == "yarn" and (mla or dialect == COMPLETE):
-        return []
     if kind == "yarn":
-        return ["rope scaling 'yarn' without latent attention: Megatron has no arguments for it before 0.19"]
+        return _unsaid_latent_yarn(spec, dialect) if mla else _unsaid_yarn(spec, dialect)
     if kind == STEPWISE and not mla:
         other = [key for key, value in STEPS.items() if scaling.get(key, value) != value]
         return [
@@ -125,11 +118,26 @@ def unsaid_rope(spec: ModelSpec, dialect: str) -> list[str]:
         return (
             []
             if dialect == COMPLETE
-            else ["rope scaling 'linear': Megatron before 0.18 ignores its argument"]
+            else [f"rope scaling {kind!r}: Megatron before 0.18 ignores its argument"]
         )
     return [] if kind == "default" else [f"rope scaling {kind!r}"]
 
 
-def _equal_mscales(spec: ModelSpec) -> bool:
+def _unsaid_latent_yarn(spec: ModelSpec, dialect: str) -> list[str]:
+    """slime_plugins and miles_plugins, models/glm5/glm5.py, have an attention of their own."""
     mscale, all_dim = yarn_mscales(spec.rope.scaling, spec.max_positions)
-    return mscale == all_dim
+    if mscale == all_dim or dialect not in ("slime", "miles"):
+        return []
+    return ["rope scaling 'yarn': its attention scales scores by mscale, transformers by mscale_all_dim"]
+
+
+def _unsaid_yarn(spec: ModelSpec, dialect: str) -> list[str]:
+    """megatron-core's ``YarnRotaryEmbedding`` takes ``rotary_percent`` and does not use it."""
+    found = []
+    if dialect != COMPLETE:
+        found.append(
+            "rope scaling 'yarn' without latent attention: Megatron before 0.19 has no arguments for it"
+        )
+    if spec.rope.partial_factor != 1:
+        found.append("rope scaling 'yarn' with a partial_rotary_factor: Megatron turns the whole head then")
+    return found

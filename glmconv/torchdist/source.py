@@ -10,6 +10,8 @@ from typing import Any
 
 from glmconv.digest import digest_bytes
 from glmconv.errors import DataError, Defect, UsageError
+from glmconv.evidence_config import ArgsReader, family_said, first_statement, made_warning, unnamed_family
+from glmconv.evidence_fields import Fields
 from glmconv.hf.origin import FILE as ORIGIN_FILE
 from glmconv.hf.origin import Origin
 from glmconv.hf.reader import INDEX, SINGLE, open_hf, source_file
@@ -18,15 +20,18 @@ from glmconv.layout import Layout, megatron_layout
 from glmconv.manifest import FILE as MANIFEST_FILE
 from glmconv.manifest import HF_DIR, read_dialect, read_manifest, read_widened
 from glmconv.plan import Dropped, SourceFile
+from glmconv.quantised import refuse_quantised
+from glmconv.registry import FAMILIES, get_bridge
 from glmconv.rules import DIALECTS, Table
 from glmconv.same_model import differences
-from glmconv.sources import Source, SourceOptions, family_of, refuse_quantised, settle
+from glmconv.sources import Source, SourceOptions, family_of, settle
 from glmconv.spec import ModelSpec
 from glmconv.stored import StoredChunk, StoredTensor, locate
 from glmconv.surplus import drop_surplus_mtp, explain_layers
 from glmconv.torchdist.location import locate as find_unit
 from glmconv.torchdist.metadata import Metadata, payload_offsets, read_metadata
 from glmconv.torchdist.spellings import is_trainer_state, normalise
+from glmconv.torchdist.statements import read_statements
 from glmconv.torchdist.unsaid import TIE_FIELD, note_tied, run_args, tied_by_its_run, zero_router_biases
 
 
@@ -100,15 +105,18 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
     """
     options.check()
     unit = open_unit(path)
-    hf_dir = _hf_dir(unit, options.origin_hf_dir)
-    config = read_json(hf_dir / "config.json")
-    bridge = family_of(config, options.model_type, hf_dir)
+    statements = read_statements(unit.path, unit.metadata)
+    hf_dir = None if options.config_from_args else _hf_dir(unit, options.origin_hf_dir)
+    config = _made_config(unit, statements, options) if hf_dir is None else read_json(hf_dir / "config.json")
+    bridge = family_of(config, options.model_type, hf_dir or unit.path)
     # A config that names a quantisation would be written beside weights that have none.
-    refuse_quantised(config, unit.stored, hf_dir)
+    refuse_quantised(config, unit.stored, hf_dir or unit.path)
     args = run_args(unit.path, unit.metadata)
     tied = tied_by_its_run(bridge.table, config, unit.stored, args)
     config |= {TIE_FIELD: True} if tied else {}
     spec = bridge.spec(config, _mtp_shapes(bridge.table, config, unit.stored))
+    if hf_dir is None and bridge.mtp_field is not None:
+        config[bridge.mtp_field] = spec.num_mtp
     layout = _choose_layout(bridge.table, spec, unit, options.dialect)
     found = locate((layout,), unit.stored)
     source = Source(
@@ -122,14 +130,18 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
         tensors=found.tensors,
         stored=unit.stored,
         hf_dir=hf_dir,
-        origin=_origin(hf_dir),
+        origin=_origin(hf_dir) if hf_dir is not None else None,
         stacked=layout.stacked,
         widened=read_widened(unit.path / MANIFEST_FILE),
+        statements=statements,
+        config_from_args=hf_dir is None,
     )
     source.warnings += spec.remarks
     if tied:
         note_tied(source)
-    if hf_dir != unit.path / HF_DIR:
+    if hf_dir is None:
+        source.warnings.append(made_warning(statements[0]))
+    elif hf_dir != unit.path / HF_DIR:
         source.config_from = hf_dir / "config.json"
         _against_own_config(source, unit)
     zero_router_biases(source, found, args)
@@ -150,18 +162,44 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
     return source
 
 
+def _own_config(unit: Unit) -> Path | None:
+    folders = (unit.path / HF_DIR, unit.path, unit.root)
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+
+
 def _hf_dir(unit: Unit, given: Path | None) -> Path:
     """Where the config is: named, in the unit's ``hf``, in the unit, or beside the tracker."""
-    if given is not None:
-        return given
-    for folder in (unit.path / HF_DIR, unit.path, unit.root):
-        if (folder / "config.json").is_file():
-            return folder
+    found = given or _own_config(unit)
+    if found is not None:
+        return found
     raise DataError(
         "the checkpoint carries no Hugging Face config",
         where=str(unit.path),
-        hint="name the model's HF directory with --origin-hf-dir (config.json and tokenizer suffice)",
+        hint="name the model's HF directory with --origin-hf-dir (config.json and tokenizer suffice), or let "
+        "--config-from-args make one of what the trainer wrote down",
     )
+
+
+def _made_config(unit: Unit, statements: list[Fields], options: SourceOptions) -> dict[str, Any]:
+    """The config that the trainer's args say. Raises UsageError where there is one, or no family is named."""
+    there = options.origin_hf_dir or _own_config(unit)
+    if there is not None:
+        raise UsageError(
+            "--config-from-args is for a checkpoint without a Hugging Face config, and there is one",
+            where=str(there),
+            hint="leave --config-from-args away",
+        )
+    fields = first_statement(statements, unit.path)
+    family = options.model_type or family_said(statements, FAMILIES)
+    if family is None:
+        raise unnamed_family(unit.path, FAMILIES)
+    make = get_bridge(family).config_of
+    if make is None:
+        raise UsageError(f"--config-from-args: args do not suffice for {family}", hint="--origin-hf-dir")
+    reader = ArgsReader(fields)
+    config = make(reader)
+    reader.finish(family)
+    return config
 
 
 def _origin(hf_dir: Path) -> Origin | None:

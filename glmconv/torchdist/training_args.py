@@ -175,7 +175,7 @@ def _mla(mla: Mla | None) -> dict[str, Any]:
 
 def _dsa(dsa: Dsa | None) -> dict[str, Any]:
     if dsa is None:
-        return {"experimental_attention_variant": None}
+        return {"experimental_attention_variant": None, "indexer_rope_interleave": False}
     return {
         # MB _gpt_provider, then fields of TransformerConfig (the last five from 0.19 on).
         "experimental_attention_variant": "dsa",
@@ -185,6 +185,8 @@ def _dsa(dsa: Dsa | None) -> dict[str, Any]:
         "dsa_indexer_topk_freq": dsa.freq,
         "dsa_indexer_skip_topk_offset": dsa.offset,
         "dsa_indexer_rope_interleaved": dsa.rope_interleave,
+        # miles' exporter orders the indexer by it; miles fills it in from config.json.
+        "indexer_rope_interleave": dsa.rope_interleave,
         # As transformers' indexer: its k_norm's own epsilon, and no Hadamard step.
         "dsa_indexer_k_norm_epsilon": 1e-6,
         "dsa_indexer_rotate_activation": False,
