@@ -9,11 +9,9 @@ from typing import Any
 
 from glmconv.dtypes import DType
 from glmconv.errors import DataError, Defect, UsageError
-from glmconv.evidence_fields import PLAIN, STEPWISE, Fields
+from glmconv.evidence_fields import PLAIN, STEPS, STEPWISE, Fields
 
 KIND = "config-from-args"
-STEPS = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-"""Its numbers, for which megatron-core has no argument."""
 
 
 class ArgsReader:

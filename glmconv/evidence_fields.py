@@ -20,6 +20,9 @@ PLAIN: Scaling = ("none", 1.0)
 STEPWISE = "llama3"
 """The kind that Megatron's ``use_rope_scaling`` switches on."""
 
+STEPS = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+"""Its numbers, for which megatron-core has no argument."""
+
 ROTATING = ("rope", "yarn")
 
 

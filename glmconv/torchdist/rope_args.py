@@ -11,11 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from glmconv.evidence_fields import STEPWISE
+from glmconv.evidence_fields import STEPS, STEPWISE
 from glmconv.spec import ModelSpec
-
-STEPS = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-"""Its numbers that megatron-core has no argument for."""
 
 COMPLETE = "mcore"
 """The dialect of trainers (Megatron from 0.19 on) with arguments for YaRN and linear scaling."""
