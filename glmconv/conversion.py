@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from glmconv.engine import (
     TRACKER,
@@ -39,6 +40,7 @@ from glmconv.engine import (
 )
 from glmconv.engine.files import storage_error
 from glmconv.engine.journal import JOURNAL
+from glmconv.engine.rounding import summary
 from glmconv.errors import DataError, Defect, GlmconvError, StorageError, UsageError
 from glmconv.manifest import FILE as MANIFEST_FILE
 from glmconv.manifest import read_manifest
@@ -133,7 +135,7 @@ def _look_ahead(planned: Planned, dst: Path, fill: Path | None, run: RunOptions,
         report.warnings.append(Defect("destination", error.what, error.where, error.hint, "warning"))
     report.not_looked_at.append("free space at the destination")
     if planned.ledger.computed_bytes:
-        report.not_looked_at.append("whether all values fit the dtype that they are cast to")
+        report.not_looked_at.append("whether all values fit the dtype that they are cast to, or become zero")
 
 
 def _carry_out(
@@ -158,6 +160,7 @@ def _carry_out(
             if _state(place, planned, run.hash_mode) is State.PUBLISHED:
                 retire_journal(place.staging)
                 report.finished_earlier = True
+                _tell_rounding(report, (read_manifest(place.final / MANIFEST_FILE) or {}).get("rounding", {}))
             else:
                 restore_old(place)
                 with _kept_to_resume(place, lock):
@@ -199,7 +202,7 @@ def _make(
         guard=lock.check,
     )
     report.steps = steps_of(report.outcome)
-    report.warnings += rounding_warnings(report.outcome)
+    _tell_rounding(report, summary(report.outcome.rounding))
     report.seconds = time.monotonic() - began
     report.peak_rss_anon = peak_rss_anon()
     # ASCII, since names of files and directories need not be Unicode.
@@ -207,6 +210,12 @@ def _make(
     lock.check()
     write_atomically(unit_dir(place.staging) / MANIFEST_FILE, manifest, place.staging / "manifest")
     publish(place, guard=lock.check, stop=stop)
+
+
+def _tell_rounding(report: Report, rounding: dict[str, Any]) -> None:
+    """What casts lost, in the report and as a warning."""
+    report.rounding = rounding
+    report.warnings += rounding_warnings(rounding)
 
 
 def _finish(planned: Planned, place: Destination, run: RunOptions, report: Report, lock: StagingLock) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from glmconv import __version__
 from glmconv.digest import digest_bytes
 from glmconv.engine import Outcome
-from glmconv.engine.rounding import summary
 from glmconv.errors import Defect
 from glmconv.ledger import Ledger
 from glmconv.planner import Planned
@@ -22,7 +21,8 @@ class Report:
     ``filled``: tensors taken from another checkpoint, with the file each comes from. ``config``: the
     ``config.json`` that a torch_dist was understood by, where it is not the unit's own.
     ``finished_earlier``: an earlier run of the same plan had published the unit, and was killed before
-    it ended. ``not_looked_at``: what a dry run leaves to the run.
+    it ended. ``not_looked_at``: what a dry run leaves to the run. ``rounding``: what casts lost
+    (:func:`glmconv.engine.rounding.summary`), in whichever run; empty where nothing was carried out.
     """
 
     source: Path
@@ -45,6 +45,7 @@ class Report:
     peak_rss_anon: int = 0
     finished_earlier: bool = False
     not_looked_at: list[str] = field(default_factory=list)
+    rounding: dict[str, Any] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +74,7 @@ class Report:
             "peak_rss_anon": self.peak_rss_anon,
             "bytes": self.steps,
             "copying": outcome.copying() if outcome else {},
-            "rounding": summary(outcome.rounding) if outcome else {},
+            "rounding": self.rounding,
         }
 
 
@@ -113,10 +114,9 @@ def steps_of(outcome: Outcome) -> dict[str, int]:
     }
 
 
-def rounding_warnings(outcome: Outcome) -> list[Defect]:
+def rounding_warnings(told: dict[str, Any]) -> list[Defect]:
     """What casts lost, in one line; none where they lost nothing."""
-    told = summary(outcome.rounding)
-    if not told["tensors"]:
+    if not told.get("tensors"):
         return []
     what = (
         f"the cast made {told['to_zero']:,} values zero that were not and {told['to_subnormal']:,} "
@@ -152,7 +152,7 @@ def make_manifest(planned: Planned, report: Report) -> dict[str, Any]:
         "warnings": [str(warning) for warning in report.warnings],
         "ledger": {name: getattr(report.ledger, name) for name in Ledger.__slots__},
         "bytes": report.steps,
-        "rounding": summary(outcome.rounding) if outcome else {},
+        "rounding": report.rounding,
         "seconds": round(report.seconds, 3),
         "peak_rss_anon": report.peak_rss_anon,
         "hash": {"mode": outcome.hash_mode if outcome else "none", "name": "xxh3_128 tree, 4 MiB leaves"},

@@ -61,15 +61,14 @@ def main() -> None:
     A report that nobody could read ends in a code of its own, unless the command itself failed:
     what it says of the data is not overturned.
     """
-    out = streams.install()
-    _register()
-    code = _run()
-    lost = streams.report_lost(out)
-    if lost is not None:
-        if lost.exit_code != streams.READER_LEFT or out.done:  # nobody misses what `head` did not want
-            sys.stderr.write(f"glmconv: {lost}\n")
-        code = code or lost.exit_code
-    sys.stderr.flush()
+    with streams.lasting() as out:
+        _register()
+        code = _run()
+        lost = streams.report_lost(out)
+        if lost is not None:
+            if lost.exit_code != streams.READER_LEFT or out.done:  # nobody misses what `head` did not want
+                sys.stderr.write(f"glmconv: {lost}\n")
+            code = code or lost.exit_code
     sys.exit(code)
 
 

@@ -10,7 +10,8 @@ import errno
 import io
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from glmconv.errors import StorageError
@@ -77,12 +78,18 @@ class Stream(io.TextIOBase):
                 os.close(nowhere)
 
 
-def install() -> Stream:
-    """Put both streams in place of ``sys``'s own and return that of stdout."""
+@contextmanager
+def lasting() -> Iterator[Stream]:
+    """Have both streams in place of ``sys``'s own; gives that of stdout."""
     _occupy_closed_descriptors()
+    before = sys.stdout, sys.stderr
     out = Stream(sys.stdout)
     sys.stdout, sys.stderr = out, Stream(sys.stderr)
-    return out
+    try:
+        yield out
+    finally:
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
 
 
 def _occupy_closed_descriptors() -> None:
@@ -110,7 +117,12 @@ def report_lost(out: Stream) -> StorageError | None:
     if out.failure is None:
         return None
     lost = f"could not be written to stdout: {os.strerror(out.failure.errno or errno.EIO)}"
-    error = StorageError(f"{out.done}; its report {lost}" if out.done else f"the report {lost}")
+    if out.done:
+        error = StorageError(
+            f"{out.done}; its report {lost}", hint="glmconv inspect shows it; nothing has to be done again"
+        )
+    else:
+        error = StorageError(f"the report {lost}", hint="run it again with its output sent to another place")
     if out.failure.errno == errno.EPIPE:
         error.exit_code = READER_LEFT
     return error

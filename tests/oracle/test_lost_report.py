@@ -92,10 +92,11 @@ def test_a_full_device_is_an_error_of_output(
             *arguments(verb, places, tmp_path / "out"), *(as_json(verb) if plain_data else []), stdout=fd
         )
     assert ended.returncode == FULL
-    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.count("\n") == 2
     assert "could not be written to stdout: No space left on device" in ended.stderr
     if verb == "convert":
         assert f"the result is published at {tmp_path / 'out' / 'release'}; its report" in ended.stderr
+        assert "try: glmconv inspect" in ended.stderr
         assert run("diff", str(places.hf), str(tmp_path / "out")).returncode == 0
 
 

@@ -352,7 +352,9 @@ class TestTensors:
             lambda made: made.tensors.update({"model.norm.weight": Tensor("BF16", (64,), b"\x7f\x7f" * 64)}),
         )
         target = TargetOptions(to="megatron", dtype="float16")
-        refused(hf, out, DataError, "does not fit F16", target=target)
+        refused(
+            hf, out, DataError, "decoder.final_layernorm.weight", "64 values do not fit F16", target=target
+        )
 
     def test_fewer_layers_promised_than_there_are(self, tmp_path: Path, out: Path) -> None:
         hf = broken("qwen3", tmp_path, lambda made: made.config.update(num_hidden_layers=3))

@@ -374,7 +374,7 @@ class TestUnfinished:
             hf,
             out,
             StorageError,
-            "another conversion of the same source (its plan differs",
+            "the unfinished run here was asked for otherwise: --max-shard-size (left out) there, 100000 here",
             "--overwrite",
             target=other,
         )

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from glmconv.conversion import RunOptions, convert
 from glmconv.dtypes import DType
 from glmconv.engine import Outcome, Stop, execute, unit_dir
+from glmconv.engine.journal import JOURNAL, open_journal
 from glmconv.engine.rounding import Rounding
 from glmconv.errors import DataError, Interrupted
 from glmconv.plan import Move, Plan
@@ -127,6 +128,20 @@ def test_counts_are_right_where_a_finished_file_has_to_be_done_again(
     assert 0 < again.bytes_reused < plan.payload_bytes
     assert before.rounding == again.rounding == expected
     assert read_tree(unit_dir(place)) == content
+
+
+def test_slots_that_two_holders_recorded_are_counted_once(
+    lossy: tuple[Plan, dict[str, Rounding]], tmp_path: Path
+) -> None:
+    """One that lost the directory may record slots after its successor read the journal."""
+    plan, expected = lossy
+    place = staging(tmp_path)
+    execute(plan, place, journal_bytes=JOURNAL_BYTES)
+    journal, found = open_journal(place / JOURNAL, plan, "full")
+    assert found is not None
+    journal.append(found.finished)
+    journal.close()
+    assert execute(plan, place).rounding == expected
 
 
 def test_an_overflow_tells_the_whole_tensor(tmp_path: Path) -> None:
