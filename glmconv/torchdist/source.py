@@ -30,6 +30,7 @@ from glmconv.stored import StoredChunk, StoredTensor, locate
 from glmconv.surplus import drop_surplus_mtp, explain_layers
 from glmconv.torchdist.location import locate as find_unit
 from glmconv.torchdist.metadata import Metadata, payload_offsets, read_metadata
+from glmconv.torchdist.padding import accept_declared_padding
 from glmconv.torchdist.spellings import is_trainer_state, normalise
 from glmconv.torchdist.statements import read_statements
 from glmconv.torchdist.unsaid import TIE_FIELD, note_tied, run_args, tied_by_its_run, zero_router_biases
@@ -153,6 +154,7 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
             Defect("unexpected", f"{tensor.dtype.label}{list(tensor.shape)} belongs to no rule", name)
         )
     settle(source, found, options)
+    accept_declared_padding(source, args)
     if unit.trainer_state:
         total = sum(unit.trainer_state.values())
         source.trainer_bytes = total
