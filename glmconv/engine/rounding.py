@@ -49,10 +49,12 @@ class CastOverflow(DataError):
 def tensor_overflow(payload: Payload, blocks: Sequence[CastOverflow], path: str) -> DataError:
     """The error of a whole payload, from those of its blocks. ``path`` is a source that holds one."""
     count, largest = sum(block.count for block in blocks), max(block.largest for block in blocks)
-    error = CastOverflow(count, largest, blocks[0].source, blocks[0].target)
-    error.where = payload.name + (f" at {list(payload.place)}" if any(payload.place) else "")
-    error.what += f" (of {payload.size // error.target.itemsize:,} values, from {path})"
-    return error
+    whole = CastOverflow(count, largest, blocks[0].source, blocks[0].target)
+    return DataError(
+        f"{whole.what} (of {payload.size // whole.target.itemsize:,} values, from {path})",
+        where=payload.name + (f" at {list(payload.place)}" if any(payload.place) else ""),
+        hint=whole.hint,
+    )
 
 
 class RoundingCounts:
