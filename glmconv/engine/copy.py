@@ -121,7 +121,7 @@ class Copier:
         """Write slots ``first`` to ``end`` into ``target``; return their leaf digests and what casts lost.
 
         Without hashing there are no digests. All bytes are written (not yet flushed to the device) when it
-        returns. Raises :class:`CastOverflow` for a whole payload.
+        returns. Raises DataError where a cast overflows, with what the whole payload holds.
         """
         if target is not self._target:
             self._target, self._block = target, block_size(target.fd)

@@ -53,7 +53,7 @@ def tensor_overflow(payload: Payload, blocks: Sequence[CastOverflow], path: str)
     return DataError(
         f"{whole.what} (of {payload.size // whole.target.itemsize:,} values, from {path})",
         where=payload.name + (f" at {list(payload.place)}" if any(payload.place) else ""),
-        hint=OVERFLOW_HINT,
+        hint=whole.hint,
     )
 
 

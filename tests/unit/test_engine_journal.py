@@ -160,7 +160,7 @@ def test_changed_sources_are_refused(
 
 def test_another_plan_or_hash_mode_is_refused(tmp_path: Path) -> None:
     begin(tmp_path / "journal")
-    with pytest.raises(StorageError, match="writes beside the weights differs"):
+    with pytest.raises(StorageError, match="what it writes beside the weights differs"):
         reopen(tmp_path / "journal", Plan([SOURCE], [], digest="another"))
     with pytest.raises(StorageError, match="--hash full"):
         reopen(tmp_path / "journal", hash_mode="none")
