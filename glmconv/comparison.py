@@ -20,9 +20,11 @@ from glmconv.differences import (
     Difference,
     compare,
 )
-from glmconv.errors import Defect
+from glmconv.engine import check_conditions
+from glmconv.errors import DataError, Defect
 from glmconv.layout import expand_drops, expand_tied
 from glmconv.opening import open_source
+from glmconv.plan import Plan
 from glmconv.reading import Reader, nbytes, stored_view
 from glmconv.rules import Drop
 from glmconv.sources import Source, SourceOptions
@@ -122,6 +124,7 @@ def diff(a: Path, b: Path, options: DiffOptions | None = None, progress: OnStep 
     began, options = time.monotonic(), options or DiffOptions()
     left, right = _side(Path(a), options.a), _side(Path(b), options.b)
     pairs, alone = _match(left, right)
+    alone += [*_beyond(left.source, MISSING), *_beyond(right.source, EXTRA)]
     pairs.sort(key=lambda pair: _place(pair.a))
     meter = Meter(sum(nbytes(pair.a) + nbytes(pair.b) for pair in pairs), progress)
 
@@ -135,7 +138,7 @@ def diff(a: Path, b: Path, options: DiffOptions | None = None, progress: OnStep 
 
     compared = work_through(pairs, readers, one, options.workers)
     order = {name: i for i, name in enumerate(dict.fromkeys((*left.tensors, *right.tensors)))}
-    tensors = sorted([*compared, *alone], key=lambda found: order[found.name])
+    tensors = sorted([*compared, *alone], key=lambda found: order.get(found.name, len(order)))
     return DiffReport(
         a=Path(a),
         b=Path(b),
@@ -148,6 +151,21 @@ def diff(a: Path, b: Path, options: DiffOptions | None = None, progress: OnStep 
         bytes_read=meter.done,
         seconds=time.monotonic() - began,
     )
+
+
+def _beyond(source: Source, status: str) -> Iterator[Difference]:
+    """Rows past the vocabulary that are not zero: values that only this side has."""
+    plan = Plan(source.files, [])
+    for name in sorted({blank.name for blank in source.blank}):
+        plan.conditions = [blank for blank in source.blank if blank.name == name]
+        try:
+            check_conditions(plan)
+        except DataError as error:
+            stored = source.stored[name]
+            shape, label, none = list(stored.shape), stored.dtype.label, list[int]()
+            in_a = status == MISSING
+            dtypes, shapes = ((label, ""), (shape, none)) if in_a else (("", label), (none, shape))
+            yield Difference(name, status, dtypes, shapes, note=error.what)
 
 
 def describe_layout(source: Source) -> str:

@@ -29,9 +29,9 @@ from glmconv.engine import (
     publish,
     read_tracker,
     recognise,
+    reopen,
     require_space,
     restore_old,
-    retire_journal,
     set_tracker,
     space_needed,
     space_taken,
@@ -40,6 +40,7 @@ from glmconv.engine import (
 )
 from glmconv.engine.files import storage_error
 from glmconv.engine.journal import JOURNAL
+from glmconv.engine.publish import PUBLISHED
 from glmconv.engine.rounding import summary
 from glmconv.errors import DataError, Defect, GlmconvError, StorageError, UsageError
 from glmconv.manifest import FILE as MANIFEST_FILE
@@ -158,11 +159,12 @@ def _carry_out(
         with StagingLock(place.staging) as lock:
             # Looked at again: another run may have ended while this one waited for the lock.
             if _state(place, planned, run.hash_mode) is State.PUBLISHED:
-                retire_journal(place.staging)
                 report.finished_earlier = True
                 _tell_rounding(report, (read_manifest(place.final / MANIFEST_FILE) or {}).get("rounding", {}))
             else:
                 restore_old(place)
+                staged = read_manifest(unit_dir(place.staging) / MANIFEST_FILE)
+                reopen(place, None if staged is None else staged.get("run"))
                 with _kept_to_resume(place, lock):
                     place.check_final()
                     _make(planned, place, run, report, began, progress, stop, lock)
@@ -285,11 +287,13 @@ def _kept_to_resume(place: Destination, lock: StagingLock) -> Iterator[None]:
     was there. What an earlier run left is kept.
     """
     journal = place.staging / JOURNAL
+    published = place.staging / PUBLISHED
     began_earlier = journal.exists()
     try:
         yield
     except GlmconvError as error:
-        resumable = began_earlier or (journal.exists() and not isinstance(error, DataError))
+        began = journal.exists() and not isinstance(error, DataError)
+        resumable = began_earlier or began or published.exists()
         if not resumable:
             lock.check()
             clean_up(place.staging, keep="")

@@ -18,10 +18,11 @@ from glmconv.manifest import FILE as MANIFEST
 from glmconv.manifest import HF_DIR, read_manifest
 from glmconv.side_names import (
     MODULE,
+    SHARD,
     UNIT_FILES,
     WEIGHTS,
     classify,
-    is_distinctive,
+    is_own,
     matches,
 )
 
@@ -156,20 +157,21 @@ def grouped(paths: Iterable[Path]) -> str:
 
 
 def is_checkpoint(unit: Path) -> bool:
-    """Whether a directory holds weights, or the manifest of a conversion. Raises StorageError."""
+    """Whether a directory holds weights under a checkpoint's names, or a manifest. Raises StorageError."""
     names = {entry.name for entry in _entries(unit)}
-    weights = any(name == ".metadata" or name.endswith((".safetensors", ".distcp")) for name in names)
+    weights = ".metadata" in names or any(SHARD.fullmatch(name) or name.endswith(".distcp") for name in names)
     return weights or (MANIFEST in names and read_manifest(unit / MANIFEST) is not None)
 
 
 def foreign_in_unit(unit: Path, most: int = MAX_FOREIGN) -> list[Path]:
     """What lies in a directory and is not a checkpoint's own: at most ``most`` paths, relative to it.
 
-    Nothing of it may be removed with the checkpoint. A checkpoint's own are its weights, manifest and
-    side files; names that other directories have too (``*.py``, ``notes.md``) only where the manifest
-    lists them with their size, or a config's ``auto_map`` names the module. Links, special files,
-    hidden directories, mounts and empty directories are foreign, so is everything in a directory
-    that holds neither weights nor a manifest. Raises StorageError for what cannot be looked into.
+    Nothing of it may be removed with the checkpoint. A checkpoint's own are the files that its manifest
+    lists with their size or its index names, and those that are called as every release calls them
+    (``model-00001-of-00002.safetensors``, ``tokenizer.json``); a module only where a config's
+    ``auto_map`` names it. Links, special files, hidden directories, mounts and empty directories are
+    foreign, so is everything in a directory that holds neither weights nor a manifest. Raises
+    StorageError for what cannot be looked into.
     """
     owns = _owner(unit) if is_checkpoint(unit) else lambda path, size: False
     return sorted(islice(_foreign(unit, owns), most))
@@ -206,23 +208,23 @@ def _owner(unit: Path) -> Callable[[Path, int], bool]:
     sharded = _index(unit)
 
     def owns(path: Path, size: int) -> bool:
-        if written.get(path.as_posix()) == size:
+        if written.get(path.as_posix()) == size or path.as_posix() == MANIFEST:
             return True
-        if len(path.parts) == 1 and matches(path.name, UNIT_FILES if megatron else (*WEIGHTS, MANIFEST)):
-            return True
-        if megatron and path.parts[0] in FOLDERS:
+        if not megatron:
+            return path.as_posix() in sharded or _is_own(path, code[""])
+        if len(path.parts) == 1:
+            return matches(path.name, UNIT_FILES)
+        if path.parts[0] in FOLDERS:
             inner = PurePath(*path.parts[1:])
-            return path.parts[1:] == (ORIGIN,) or _is_named(inner, code[path.parts[0]])
-        if megatron and len(path.parts) > 1:
-            return matches(path.parts[0], ("modelopt_*",))
-        return path.as_posix() in sharded or _is_named(path, code[""])
+            return path.parts[1:] == (ORIGIN,) or _is_own(inner, code[path.parts[0]])
+        return matches(path.parts[0], ("modelopt_*",))
 
     code = {folder: _code(unit / folder) for folder in ("", *FOLDERS)}
     return owns
 
 
-def _is_named(path: PurePath, code: set[str]) -> bool:
-    return classify(path) == "side" and (is_distinctive(path) or path.as_posix() in code)
+def _is_own(path: PurePath, code: set[str]) -> bool:
+    return is_own(path) or path.as_posix() in code
 
 
 def _json(path: Path, most: int) -> dict[str, Any]:

@@ -74,6 +74,25 @@ UNIT_FILES = (
 """Files of a torch_dist unit itself (megatron-core, Megatron-Bridge, ModelOpt)."""
 
 
+SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""Weights as ``save_pretrained`` names them."""
+
+OWN = frozenset(
+    (
+        *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
+        *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+        *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+        *("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md"),
+    )
+)
+"""Side files that every release has under these very names, at the top."""
+
+
+def is_own(path: PurePath) -> bool:
+    """Whether a file's name alone says that it is a checkpoint's own: nothing else is called so."""
+    return len(path.parts) == 1 and (path.name in OWN or SHARD.fullmatch(path.name) is not None)
+
+
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a name fits one of some shell patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -246,7 +246,7 @@ def _compare_statements(source: Source, options: SourceOptions) -> None:
     source.evidence = compare(source.statements, source.spec)
     if options.drop_mtp:  # the layers go whoever promises them
         source.evidence = [one for one in source.evidence if one.field != source.bridge.mtp_field]
-    for finding in findings(source.evidence, strict=options.strict):
+    for finding in findings(source.evidence, strict=options.strict or source.config_from_args):
         (source.defects if finding.severity == "error" else source.warnings).append(finding)
 
 

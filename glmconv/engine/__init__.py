@@ -32,8 +32,8 @@ from glmconv.engine.publish import (
     is_of,
     publish,
     recognise,
+    reopen,
     restore_old,
-    retire_journal,
     write_atomically,
 )
 from glmconv.engine.run import execute
@@ -63,9 +63,9 @@ __all__ = [
     "publish",
     "read_tracker",
     "recognise",
+    "reopen",
     "require_space",
     "restore_old",
-    "retire_journal",
     "set_tracker",
     "space_needed",
     "space_taken",

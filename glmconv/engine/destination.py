@@ -45,6 +45,12 @@ class Destination:
         if empty:
             return
         where = os.fspath(self.final)
+        if self.final.is_symlink():
+            raise StorageError(
+                f"the destination is a link, to {os.path.realpath(self.final)}",
+                where=where,
+                hint="name the directory itself, or remove the link",
+            )
         if not self.overwrite:
             raise StorageError("the destination exists already", where=where, hint=OVERWRITE_HINT)
         found = self.foreign(self.final)

@@ -1,9 +1,10 @@
 """From a finished unit to a published one: one written order, and every state between recognised.
 
-1. the unit and its directories are flushed;
-2. one rename puts it in place (``RENAME_EXCHANGE`` where it replaces an old one; two renames where
-   the filesystem has no exchange), and both directories are flushed;
-3. ``journal`` becomes ``published``: from here on nothing is converted again;
+1. the unit, its manifest in it, and its directories are flushed;
+2. ``journal`` becomes ``published``: an old unit that comes to stand where the new one was made is
+   never taken for it;
+3. one rename puts the unit in place (``RENAME_EXCHANGE`` where it replaces an old one; two renames
+   where the filesystem has no exchange), and both directories are flushed;
 4. the tracker;
 5. what was replaced, ``published``, the lock and the staging directory go, in this order.
 
@@ -45,17 +46,17 @@ class State(enum.Enum):
 def recognise(place: Destination, plan: str, hash_mode: str, manifest: dict[str, Any] | None) -> State:
     """The state of a destination for the plan with this digest and a mode of hashing. Nothing is changed.
 
-    ``manifest`` is what stands in ``place.final``. Its run is the one that the staging directory
-    tells of, once that run has put its unit in place. A staging directory without journal and
+    ``manifest`` is what stands in ``place.final``. Its run is the one that ``published`` tells of,
+    once that run has put its unit in place. A staging directory without journal and
     ``published`` is the last that a finished run leaves (or the first that a new one makes: that
     one may only overwrite here, and does).
     """
     if manifest is None or not is_of(manifest, plan, hash_mode):
         return State.OPEN
-    for name in (JOURNAL, PUBLISHED):
-        header = read_header(place.staging / name)
-        if header.get("plan") == plan and header.get("run") == manifest.get("run"):
-            return State.PUBLISHED
+    header = read_header(place.staging / PUBLISHED)
+    if header:
+        ours = header.get("plan") == plan and header.get("run") == manifest.get("run")
+        return State.PUBLISHED if ours else State.OPEN
     bare = place.staging.is_dir() and not (place.staging / JOURNAL).exists()
     return State.PUBLISHED if bare and not place.overwrite else State.OPEN
 
@@ -65,6 +66,25 @@ def is_of(manifest: dict[str, Any], plan: str, hash_mode: str) -> bool:
     hashes = manifest.get("hash")
     hashed = isinstance(hashes, dict) and hashes.get("mode") == hash_mode
     return hashed and manifest.get("plan_digest") == plan
+
+
+def reopen(place: Destination, run: str | None) -> None:
+    """Take a run up again that was killed between steps 2 and 3. Raises StorageError.
+
+    ``run`` is the run that the manifest in the staged unit names. Where it is not the one of
+    ``published``, what is staged is the unit that was replaced: nothing of it is trusted.
+    """
+    header = read_header(place.staging / PUBLISHED)
+    if not header:
+        return
+    try:
+        if run is not None and header.get("run") == run:
+            (place.staging / PUBLISHED).rename(place.staging / JOURNAL)
+        else:
+            (place.staging / PUBLISHED).unlink()
+    except OSError as error:
+        raise storage_error(error, place.staging, "take the unfinished run up again") from error
+    sync_directory(place.staging)
 
 
 def restore_old(place: Destination) -> None:
@@ -94,6 +114,9 @@ def publish(
     try:
         make_directories(place.final.parent)
         guard()
+        (place.staging / JOURNAL).rename(place.staging / PUBLISHED)
+        sync_directory(place.staging)
+        guard()
         if place.final.is_dir() and any(place.final.iterdir()):
             _replace(place, unit, guard)
         else:
@@ -102,19 +125,6 @@ def publish(
         raise storage_error(error, place.final, "publish") from error
     sync_directory(place.final.parent)
     sync_directory(place.staging)
-    guard()
-    retire_journal(place.staging)
-
-
-def retire_journal(staging: Path) -> None:
-    """Step 3, where it is still to be done. StorageError on failure."""
-    try:
-        (staging / JOURNAL).rename(staging / PUBLISHED)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise storage_error(error, staging, "end the journal") from error
-    sync_directory(staging)
 
 
 def _replace(place: Destination, unit: Path, guard: Callable[[], None]) -> None:

@@ -263,7 +263,7 @@ def test_killed_run_is_not_resumed_from_a_changed_source_or_by_another_plan(
 ) -> None:
     dst, expected = folder / "changed", calm["megatron"]
     assert kill_at(0.3, hf, dst, "megatron", 2, expected)
-    with pytest.raises(StorageError, match="another conversion"):
+    with pytest.raises(StorageError, match="--dialect mcore there, slime here"):
         convert(hf, dst, target=TargetOptions(to="megatron", dialect="slime"))
     shard = shards_of(hf)[0]
     before = shard.stat()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from glmconv.comparison import diff
 from glmconv.conversion import RunOptions, convert
 from glmconv.engine import Progress, Stop
 from glmconv.errors import DataError, Interrupted, StorageError, UsageError
@@ -411,6 +414,41 @@ class TestUnfinished:
         assert report.outcome is not None
         convert(hf, tmp_path / "calm", target=HF)
         assert_same_bytes(out, tmp_path / "calm")
+
+
+class Killed(BaseException):
+    """Ends a run where it stands; nothing that handles errors sees it."""
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+@pytest.mark.parametrize("damage", ["unit gone", "manifest gone"])
+def test_the_replaced_unit_is_never_published_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, damage: str
+) -> None:
+    """Killed right after the exchange; then the new unit is taken away: what is staged is the old one."""
+    made = plain("qwen3")
+    old = made.write(tmp_path / "a")
+    made.add("model.norm.weight", made.tensors["model.norm.weight"].shape)
+    new = made.write(tmp_path / "b")
+    target, out = TargetOptions(to=to), tmp_path / "out"
+    unit = convert(old, out, target=target).path
+    exchange = sys.modules["glmconv.engine.publish"]._exchange
+
+    def killed(left: Path, right: Path) -> None:
+        exchange(left, right)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["glmconv.engine.publish"], "_exchange", killed)
+        with pytest.raises(Killed):
+            convert(new, out, target=target, run=AGAIN)
+    if damage == "unit gone":
+        shutil.rmtree(unit)
+    else:
+        (unit / "glmconv.json").unlink()
+    convert(new, out, target=target, run=AGAIN)
+    assert diff(new, out).equal
+    assert not diff(old, out).equal
 
 
 def test_a_run_killed_between_rename_and_tracker_is_finished_by_the_same_command(

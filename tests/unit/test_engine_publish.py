@@ -16,6 +16,7 @@ from glmconv.engine import (
     publish,
     read_tracker,
     recognise,
+    reopen,
     require_space,
     restore_old,
     set_tracker,
@@ -60,7 +61,10 @@ def stage(place: Destination, text: str = "new") -> None:
     (unit / "hf").mkdir(parents=True)
     (unit / ".metadata").write_text(text)
     (unit / "hf" / "config.json").write_text("{}")
-    (place.staging / "journal").write_text("")
+    journal, _ = open_journal(place.staging / "journal", Plan([], [], digest="plan"), "full")
+    journal.run = "this run"
+    journal.begin(Plan([], [], digest="plan"), "full")
+    journal.close()
     (place.staging / "lock").write_text("")
 
 
@@ -185,6 +189,7 @@ def test_without_an_exchange_a_failed_rename_keeps_old_and_new_and_can_be_repeat
     again = destination(tmp_path / "out", None, overwrite=True)
     restore_old(again)
     assert names(tmp_path / "out") == {"config.json"}
+    reopen(again, "this run")
     finish(again)
     assert (tmp_path / "out" / ".metadata").read_text() == "new"
     assert not again.staging.exists()
@@ -194,9 +199,15 @@ def test_an_exchange_leaves_no_moment_without_a_unit(tmp_path: Path, monkeypatch
     old_unit(tmp_path / "out")
     place = destination(tmp_path / "out", None, overwrite=True)
     stage(place)
-    monkeypatch.setattr(Path, "rename", lambda self, target: pytest.fail(f"{self} was renamed"))
-    with pytest.raises(pytest.fail.Exception, match="journal"):  # the journal's is the first plain rename
-        publish(place)
+    rename, renamed = Path.rename, []
+
+    def record(self: Path, target: Path) -> Path:
+        renamed.append((self.name, target.name))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", record)
+    publish(place)
+    assert renamed == [("journal", "published")]
     assert (tmp_path / "out" / ".metadata").read_text() == "new"
     assert (unit_dir(place.staging) / "config.json").read_text() == "old"
 
@@ -242,12 +253,21 @@ class TestStates:
         return recognise(place, "plan", "full", MANIFEST)
 
     @pytest.mark.parametrize("overwrite", [False, True])
-    @pytest.mark.parametrize("name", ["journal", "published"])
     def test_a_run_that_put_its_unit_in_place_is_to_be_finished(
-        self, tmp_path: Path, name: str, overwrite: bool
+        self, tmp_path: Path, overwrite: bool
     ) -> None:
         place = destination(tmp_path / "out", None, overwrite=overwrite)
-        assert self.of(place, run="this run", name=name) is State.PUBLISHED
+        assert self.of(place, run="this run", name="published") is State.PUBLISHED
+
+    def test_what_a_new_unit_replaced_is_never_taken_for_it(self, tmp_path: Path) -> None:
+        place = destination(tmp_path / "out", None, overwrite=True)
+        for staged in (None, "the run of the old unit"):
+            self.of(place, run="this run", name="published")
+            reopen(place, staged)
+            assert not any((place.staging / name).exists() for name in ("journal", "published"))
+        self.of(place, run="this run", name="published")
+        reopen(place, "this run")
+        assert (place.staging / "journal").exists()
 
     def test_an_old_unit_of_the_same_plan_is_not_the_new_one(self, tmp_path: Path) -> None:
         place = destination(tmp_path / "out", None, overwrite=True)
