@@ -282,7 +282,7 @@ class TestSavedByTorch:
         if value == 0:
             assert report.findings == []
         else:
-            found = only(report, "padding", "warning")
+            found = only(report, "padding")
             assert found.where == "embedding.word_embeddings.weight"
             assert "13 of 16 rows past the vocabulary are not zero" in found.what
 
