@@ -211,7 +211,8 @@ def _owner(unit: Path) -> Callable[[Path, int], bool]:
         if written.get(path.as_posix()) == size or path.as_posix() == MANIFEST:
             return True
         if not megatron:
-            return path.as_posix() in sharded or _is_own(path, code[""])
+            shard = len(path.parts) == 1 and SHARD.fullmatch(path.name) is not None
+            return shard or path.as_posix() in sharded or _is_own(path, code[""])
         if len(path.parts) == 1:
             return matches(path.name, UNIT_FILES)
         if path.parts[0] in FOLDERS:

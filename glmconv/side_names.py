@@ -89,8 +89,8 @@ OWN = frozenset(
 
 
 def is_own(path: PurePath) -> bool:
-    """Whether a file's name alone says that it is a checkpoint's own: nothing else is called so."""
-    return len(path.parts) == 1 and (path.name in OWN or SHARD.fullmatch(path.name) is not None)
+    """Whether a side file's name alone says that it is a checkpoint's own: nothing else is called so."""
+    return len(path.parts) == 1 and path.name in OWN
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -416,6 +416,18 @@ class TestUnfinished:
         assert_same_bytes(out, tmp_path / "calm")
 
 
+@pytest.mark.parametrize("run", [RunOptions(), AGAIN])
+def test_a_unit_that_is_a_link_is_never_replaced(tmp_path: Path, run: RunOptions) -> None:
+    hf, out = plain("qwen3").write(tmp_path / "hf"), tmp_path / "out"
+    kept = convert(hf, tmp_path / "elsewhere").path
+    before = snapshot(kept)
+    out.mkdir()
+    (out / "release").symlink_to(kept)
+    refused(hf, out, StorageError, "is a link", str(kept), run=run, target=None, litter=True, meddled=False)
+    assert (out / "release").is_symlink()
+    assert snapshot(kept) == before
+
+
 class Killed(BaseException):
     """Ends a run where it stands; nothing that handles errors sees it."""
 

@@ -202,7 +202,38 @@ class TestForeign:
         config = json.loads((unit / "config.json").read_text())
         config["auto_map"] = {"AutoModel": "owner/name--mine.model.Model", "AutoTokenizer": ["a.B", None]}
         (unit / "config.json").write_text(json.dumps(config))
-        assert foreign_in_unit(unit) == [Path("other.py")]
+        # A prefix that transformers uses too says nothing: the config has to name the module.
+        assert foreign_in_unit(unit) == [Path("modeling_a.py"), Path("other.py")]
+
+    @pytest.mark.parametrize("to", ["hf", "megatron"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *(
+                "adapter_model.safetensors",
+                "lora-x.safetensors",
+                "experiments/README.md",
+                "my/project/LICENSE",
+            ),
+            *("a/b/my-authors.txt", "README-todo.txt", "processing_data.py", "custom_work.py"),
+            *(
+                "tokenizer_backup.json",
+                "tokenizer-old/vocab.txt",
+                "hf/notes/README.md",
+                "hf/lora.safetensors",
+            ),
+        ],
+    )
+    def test_what_is_called_alike_is_foreign(self, tmp_path: Path, to: str, name: str) -> None:
+        unit = self.made(tmp_path, to)
+        assert foreign_in_unit(unit) == []
+        lay(unit, [name])
+        assert foreign_in_unit(unit) == [Path(name)]
+
+    def test_adapters_alone_are_no_checkpoint(self, tmp_path: Path) -> None:
+        names = [f"lora{number}.safetensors" for number in range(3)]
+        lay(tmp_path / "collection", names)
+        assert foreign_in_unit(tmp_path / "collection") == [Path(name) for name in names]
 
     def test_unit_of_a_trainer(self, tmp_path: Path) -> None:
         unit = tmp_path / "iter_0000050"
