@@ -265,7 +265,7 @@ def _track(planned: Planned, place: Destination, run: RunOptions, report: Report
 
 def _state(place: Destination, planned: Planned, hash_mode: HashMode) -> State:
     """What an earlier run of this very plan left; a unit of it without any tracker counts as unfinished."""
-    if place.final.is_symlink():  # what it leads to was not put there by a run
+    if os.path.islink(place.final):  # what it leads to was not put there by a run
         return State.OPEN
     manifest = read_manifest(place.final / MANIFEST_FILE)
     plan = planned.plan.digest

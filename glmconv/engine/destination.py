@@ -45,7 +45,7 @@ class Destination:
         if empty:
             return
         where = os.fspath(self.final)
-        if self.final.is_symlink():
+        if os.path.islink(self.final):
             raise StorageError(
                 f"the destination is a link, to {os.path.realpath(self.final)}",
                 where=where,
