@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from glmconv.bridge import Bridge
-from glmconv.config import (
+from glmconv.tables.bridge import Bridge
+from glmconv.tables.config import (
     MAX_HEADS,
     MAX_LAYERS,
     MAX_MTP_LAYERS,
@@ -15,8 +15,8 @@ from glmconv.config import (
     count_mtp_layers,
     sigmoid_experts,
 )
-from glmconv.evidence_config import ArgsReader
-from glmconv.spec import Dsa, Mla, ModelSpec
+from glmconv.tables.config_from_args import ArgsReader
+from glmconv.tables.spec import Dsa, Mla, ModelSpec
 from mappings.glm_moe_dsa import TABLE
 
 INERT = {

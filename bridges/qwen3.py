@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from glmconv.bridge import Bridge
-from glmconv.config import (
+from glmconv.tables.bridge import Bridge
+from glmconv.tables.config import (
     MAX_HEADS,
     MAX_LAYERS,
     ConfigReader,
@@ -15,8 +15,8 @@ from glmconv.config import (
     check_experts,
     check_routing,
 )
-from glmconv.evidence_config import ArgsReader
-from glmconv.spec import ModelSpec, Moe
+from glmconv.tables.config_from_args import ArgsReader
+from glmconv.tables.spec import ModelSpec, Moe
 from mappings.qwen3 import DENSE_TABLE, MOE_TABLE
 
 NEUTRAL = {"use_qk_norm": Neutral((True,), "the family always norms q and k")}

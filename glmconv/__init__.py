@@ -4,7 +4,7 @@ The Python API is the command line's straight line::
 
     report = glmconv.convert(Path("GLM-5.2"), Path("megatron"), target=glmconv.TargetOptions())
 
-Everything raises :class:`glmconv.errors.GlmconvError`. Names are imported on first use, so that
+Everything raises :class:`glmconv.basics.errors.GlmconvError`. Names are imported on first use, so that
 ``import glmconv`` costs nothing.
 """
 
@@ -14,36 +14,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from glmconv.basics.errors import GlmconvError as GlmconvError
     from glmconv.checks import CheckOptions as CheckOptions
     from glmconv.checks import check as check
-    from glmconv.comparison import DiffOptions as DiffOptions
-    from glmconv.comparison import diff as diff
-    from glmconv.conversion import RunOptions as RunOptions
-    from glmconv.conversion import convert as convert
-    from glmconv.conversion import plan_conversion as plan_conversion
-    from glmconv.errors import GlmconvError as GlmconvError
-    from glmconv.inspection import inspect as inspect
-    from glmconv.opening import open_source as open_source
-    from glmconv.planner import TargetOptions as TargetOptions
-    from glmconv.report import Report as Report
-    from glmconv.sources import SourceOptions as SourceOptions
+    from glmconv.commands.conversion_report import Report as Report
+    from glmconv.commands.convert import RunOptions as RunOptions
+    from glmconv.commands.convert import convert as convert
+    from glmconv.commands.convert import plan_conversion as plan_conversion
+    from glmconv.commands.diff import DiffOptions as DiffOptions
+    from glmconv.commands.diff import diff as diff
+    from glmconv.commands.inspect import inspect as inspect
+    from glmconv.plan.planner import TargetOptions as TargetOptions
+    from glmconv.source.open import open_source as open_source
+    from glmconv.source.source import SourceOptions as SourceOptions
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CheckOptions": "glmconv.checks",
-    "DiffOptions": "glmconv.comparison",
-    "GlmconvError": "glmconv.errors",
-    "Report": "glmconv.report",
-    "RunOptions": "glmconv.conversion",
-    "SourceOptions": "glmconv.sources",
-    "TargetOptions": "glmconv.planner",
+    "DiffOptions": "glmconv.commands.diff",
+    "GlmconvError": "glmconv.basics.errors",
+    "Report": "glmconv.commands.conversion_report",
+    "RunOptions": "glmconv.commands.convert",
+    "SourceOptions": "glmconv.source.source",
+    "TargetOptions": "glmconv.plan.planner",
     "check": "glmconv.checks",
-    "convert": "glmconv.conversion",
-    "diff": "glmconv.comparison",
-    "inspect": "glmconv.inspection",
-    "open_source": "glmconv.opening",
-    "plan_conversion": "glmconv.conversion",
+    "convert": "glmconv.commands.convert",
+    "diff": "glmconv.commands.diff",
+    "inspect": "glmconv.commands.inspect",
+    "open_source": "glmconv.source.open",
+    "plan_conversion": "glmconv.commands.convert",
 }
 
 __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604

@@ -3,7 +3,8 @@ Engine (`gpt_layer_specs.py`), as trainers write them to a torch_dist checkpoint
 
 from __future__ import annotations
 
-from glmconv.dims import (
+from glmconv.basics.dtypes import DType
+from glmconv.tables.dims import (
     EXPERT_FFN,
     EXPERTS,
     FFN,
@@ -21,8 +22,7 @@ from glmconv.dims import (
     TWICE_HIDDEN,
     VOCAB,
 )
-from glmconv.dtypes import DType
-from glmconv.rules import (
+from glmconv.tables.rules import (
     DENSE,
     MOE,
     QK_NORM,
@@ -35,7 +35,7 @@ from glmconv.rules import (
     Rule,
     Tied,
 )
-from glmconv.transforms import GateUp, GroupedQKV, PadVocab, Same
+from glmconv.tables.transforms import GateUp, GroupedQKV, PadVocab, Same
 
 EMBEDDING_AND_HEAD = (
     Rule("embedding.word_embeddings.weight", PadVocab(Hf("model.embed_tokens.weight", VOCAB, HIDDEN))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from glmconv.rules import Table
+from glmconv.tables.rules import Table
 from mappings.common import (
     DENSE_MLP,
     EMBEDDING_AND_HEAD,

@@ -7,8 +7,8 @@ rotates the last indexer channels; slime and miles hang the indexer directly und
 
 from __future__ import annotations
 
-from glmconv.dims import HIDDEN, INDEX_HEAD, INDEX_HEADS, INDEX_ROWS, Q_LORA
-from glmconv.rules import (
+from glmconv.tables.dims import HIDDEN, INDEX_HEAD, INDEX_HEADS, INDEX_ROWS, Q_LORA
+from glmconv.tables.rules import (
     HALF_SPLIT_INDEXER,
     INDEXER,
     INTERLEAVED_INDEXER,
@@ -18,7 +18,7 @@ from glmconv.rules import (
     Rule,
     Table,
 )
-from glmconv.transforms import RopeHalfSwap, Same
+from glmconv.tables.transforms import RopeHalfSwap, Same
 from mappings.common import (
     DENSE_MLP,
     EMBEDDING_AND_HEAD,

@@ -43,14 +43,14 @@ from fuzz_inputs import (  # noqa: E402
     torch_archive,
 )
 
-from glmconv.checks.report import CheckOptions  # noqa: E402
-from glmconv.checks.run import check  # noqa: E402
-from glmconv.comparison import diff  # noqa: E402
-from glmconv.conversion import RunOptions, convert  # noqa: E402
-from glmconv.errors import GlmconvError  # noqa: E402
-from glmconv.inspection import inspect  # noqa: E402
-from glmconv.opening import open_source  # noqa: E402
-from glmconv.planner import TargetOptions  # noqa: E402
+from glmconv.basics.errors import GlmconvError  # noqa: E402
+from glmconv.checks.findings import CheckOptions  # noqa: E402
+from glmconv.commands.check import check  # noqa: E402
+from glmconv.commands.convert import RunOptions, convert  # noqa: E402
+from glmconv.commands.diff import diff  # noqa: E402
+from glmconv.commands.inspect import inspect  # noqa: E402
+from glmconv.plan.planner import TargetOptions  # noqa: E402
+from glmconv.source.open import open_source  # noqa: E402
 from tests.support.plain import plain_of  # noqa: E402
 
 SECONDS = 10

@@ -1,4 +1,4 @@
-"""Compare ``glmconv/torchdist/parser_defaults.py`` with parsers of Megatron-LM, or write it anew.
+"""Compare ``glmconv/plan/parser_defaults.py`` with parsers of Megatron-LM, or write it anew.
 
     python scripts/parser_fields.py MEGATRON_LM_DIR [MEGATRON_LM_DIR …] [--write]
 
@@ -23,7 +23,7 @@ from typing import Any
 from absent_packages import install
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULE = ROOT / "glmconv" / "torchdist" / "parser_defaults.py"
+MODULE = ROOT / "glmconv" / "plan" / "parser_defaults.py"
 
 
 def dump(checkout: str) -> None:
@@ -102,7 +102,7 @@ def main() -> int:
         parser.error("name at least one checkout of Megatron-LM")
     fields = merged([defaults_of(checkout) for checkout in asked.checkouts])
     sys.path.insert(0, str(ROOT))
-    from glmconv.torchdist import parser_defaults
+    from glmconv.plan import parser_defaults
 
     if asked.write:
         MODULE.write_text(module_text(fields, parser_defaults.__doc__ or ""))

@@ -182,9 +182,9 @@ def main() -> int:
     if asked.dir is None:
         parser.error("--dir is missing")
     sys.path.insert(0, str(ROOT))
-    from glmconv.conversion import convert
-    from glmconv.planner import TargetOptions
-    from glmconv.rules import DIALECTS
+    from glmconv.commands.convert import convert
+    from glmconv.plan.planner import TargetOptions
+    from glmconv.tables.rules import DIALECTS
 
     work = asked.dir.resolve()
     sources = {model: make_source(model, work / model) for model in MODELS}

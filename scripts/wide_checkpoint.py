@@ -18,8 +18,8 @@ import typer
 from safetensors.torch import save_file
 from torch import Tensor
 
-from glmconv.layout import HfTensor, hf_layout
-from glmconv.registry import get_bridge
+from glmconv.tables.expand import HfTensor, hf_layout
+from glmconv.tables.registry import get_bridge
 
 SHARD_BYTES = 4 * 10**9
 WRITERS = 4

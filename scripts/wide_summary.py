@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from glmconv.layout import hf_layout, view2d
-from glmconv.registry import get_bridge
+from glmconv.tables.expand import hf_layout, view2d
+from glmconv.tables.registry import get_bridge
 
 WIDTHS = {"fp32": 4, "bf16": 2}
 SLACK = 12e9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from glmconv.checks.report import CheckOptions, CheckReport
-from glmconv.checks.run import check
+from glmconv.checks.findings import CheckOptions, CheckReport
+from glmconv.commands.check import check
 
 __all__ = ["CheckOptions", "CheckReport", "check"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from glmconv.checks.report import CheckReport
+from glmconv.basics.errors import DataError
+from glmconv.basics.threads import Meter, OnStep
+from glmconv.checks.findings import CheckReport
 from glmconv.checks.subject import Subject, vocabulary_tensors
-from glmconv.crew import Meter, OnStep
-from glmconv.differences import compare
-from glmconv.errors import DataError
-from glmconv.reading import Reader, nbytes, stored_view
-from glmconv.stored import Located
+from glmconv.source.locate import Located
+from glmconv.values.differences import compare
+from glmconv.values.reader import Reader, nbytes, stored_view
 
 
 def check_duplicates(report: CheckReport, subject: Subject, progress: OnStep | None) -> None:

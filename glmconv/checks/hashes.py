@@ -10,17 +10,17 @@ from typing import Any
 
 import xxhash
 
-from glmconv.brief import brief
-from glmconv.checks.report import CheckReport, HashReport
-from glmconv.crew import Meter, OnStep, work_through
+from glmconv.basics.abbreviated import brief
+from glmconv.basics.errors import DataError, Defect, UsageError
+from glmconv.basics.threads import Meter, OnStep, work_through
+from glmconv.checks.findings import CheckReport, HashReport
 from glmconv.engine import hash_range, tree_digest
-from glmconv.errors import DataError, Defect, UsageError
-from glmconv.hf.reader import plain_name, source_file
-from glmconv.manifest import FILE, read_manifest
-from glmconv.plan import SourceFile
-from glmconv.reading import Reader
-from glmconv.torchdist.metadata import FILE_NAME as METADATA
-from glmconv.torchdist.metadata import read_metadata
+from glmconv.formats.safetensors.checkpoint import plain_name, source_file
+from glmconv.formats.torchdist.metadata import FILE_NAME as METADATA
+from glmconv.formats.torchdist.metadata import read_metadata
+from glmconv.plan.plan import SourceFile
+from glmconv.source.manifest import FILE, read_manifest
+from glmconv.values.reader import Reader
 
 Range = tuple[int, int]
 """Start and end, in bytes."""

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from glmconv.checks.report import CheckReport, ComparedPart, IndexerPart, IndexerReport
+from glmconv.basics.errors import DataError, UsageError
+from glmconv.checks.findings import CheckReport, ComparedPart, IndexerPart, IndexerReport
 from glmconv.checks.subject import INDEXER, Layer, Subject, templates
-from glmconv.errors import DataError, UsageError
-from glmconv.opening import open_source
-from glmconv.reading import Reader, floats, nbytes, rounded, stored_view
-from glmconv.sources import Source, SourceOptions
-from glmconv.stored import Located
+from glmconv.source.locate import Located
+from glmconv.source.open import open_source
+from glmconv.source.source import Source, SourceOptions
+from glmconv.values.reader import Reader, floats, nbytes, rounded, stored_view
 
 ROTATED = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias")
 """Tensors whose rows are channels of index heads; the order of all must agree."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from glmconv.checks.report import CheckReport, PipelineReport
-from glmconv.errors import UsageError
-from glmconv.spec import ModelSpec
+from glmconv.basics.errors import UsageError
+from glmconv.checks.findings import CheckReport, PipelineReport
+from glmconv.tables.spec import ModelSpec
 
 Stages = list[tuple[int, int]]
 """First layer and one past the last of each stage."""

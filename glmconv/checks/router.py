@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from glmconv.checks.report import CheckReport, LockedTensor
+from glmconv.basics.dtypes import DType
+from glmconv.basics.errors import DataError
+from glmconv.checks.findings import CheckReport, LockedTensor
 from glmconv.checks.subject import Subject
-from glmconv.dtypes import DType
-from glmconv.errors import DataError
-from glmconv.reading import Bits, Reader, floats, nbytes
-from glmconv.stored import Located
+from glmconv.source.locate import Located
+from glmconv.values.reader import Bits, Reader, floats, nbytes
 
 
 def check_locked(report: CheckReport, subject: Subject) -> None:

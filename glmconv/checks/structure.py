@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from glmconv.checks.report import CheckReport
+from glmconv.basics.errors import DataError, Defect
+from glmconv.checks.findings import CheckReport
 from glmconv.checks.subject import Subject, mtp_prefix
-from glmconv.errors import DataError, Defect
-from glmconv.hf.header import read_header
-from glmconv.hf.reader import INDEX
-from glmconv.sources import Source
-from glmconv.torchdist.common import COMMON_FILE, read_common
-from glmconv.torchdist.location import locate
-from glmconv.torchdist.metadata import read_metadata
+from glmconv.formats.safetensors.checkpoint import INDEX
+from glmconv.formats.safetensors.header import read_header
+from glmconv.formats.torchdist.common import COMMON_FILE, read_common
+from glmconv.formats.torchdist.metadata import read_metadata
+from glmconv.source.source import Source
+from glmconv.source.torchdist.location import locate
 
 CHECKPOINT_VERSION = 3.0
 """The order of fused QKV rows that all tables describe (Megatron-LM, `fix_query_key_value_ordering`)."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from glmconv.layout import Layout, hf_layout, megatron_layout
-from glmconv.rules import Axis, Table
-from glmconv.sources import Source
-from glmconv.spec import ModelSpec
+from glmconv.source.source import Source
+from glmconv.tables.expand import Layout, hf_layout, megatron_layout
+from glmconv.tables.rules import Axis, Table
+from glmconv.tables.spec import ModelSpec
 
 INDEXER = ".self_attn.indexer."
 """What the Hugging Face names of all indexer tensors hold."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from glmconv.checks.report import CheckReport
+from glmconv.basics.dtypes import DType
+from glmconv.basics.errors import DataError, Defect
+from glmconv.basics.threads import Meter, OnStep, work_through
+from glmconv.checks.findings import CheckReport
 from glmconv.checks.subject import Subject, templates, vocabulary_tensors
-from glmconv.crew import Meter, OnStep, work_through
-from glmconv.dtypes import DType
-from glmconv.errors import DataError, Defect
-from glmconv.reading import Block, Reader, floats, nbytes
-from glmconv.stored import Located
+from glmconv.source.locate import Located
+from glmconv.values.reader import Block, Reader, floats, nbytes
 
 # Bits of the magnitude, and the smallest that is not a finite number.
 _MAGNITUDE = {

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from glmconv import __version__
+from glmconv.basics.errors import GlmconvError
 from glmconv.cli import streams
-from glmconv.errors import GlmconvError
 
 app = typer.Typer(
     name="glmconv",

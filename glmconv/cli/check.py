@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from glmconv.errors import UsageError
+from glmconv.basics.errors import UsageError
 
 if TYPE_CHECKING:
     from glmconv.checks import CheckReport
-    from glmconv.checks.report import ComparedPart, IndexerReport
+    from glmconv.checks.findings import ComparedPart, IndexerReport
 
 FINDINGS_SHOWN = 20
 """Findings of one kind that are printed; ``--json`` has all."""
@@ -97,7 +97,7 @@ def command(
         raise UsageError("PATH is missing", hint="glmconv check CHECKPOINT")
     from glmconv.checks import CheckOptions, check
     from glmconv.cli.output import print_json, progress_bar
-    from glmconv.sources import SourceOptions
+    from glmconv.source.source import SourceOptions
 
     options = CheckOptions(
         source=SourceOptions(
@@ -170,7 +170,7 @@ def _locked(report: CheckReport) -> str:
 
 def _show_pipeline(report: CheckReport) -> None:
     from glmconv.cli.output import facts
-    from glmconv.inspection import ranges
+    from glmconv.commands.inspect import ranges
 
     if report.pipeline is None:
         return
@@ -184,7 +184,7 @@ def _show_pipeline(report: CheckReport) -> None:
 
 def _show_indexer(indexer: IndexerReport) -> None:
     from glmconv.cli.output import facts, say
-    from glmconv.inspection import ranges
+    from glmconv.commands.inspect import ranges
 
     # Scripts look for these lines: plain, whole, one number each.
     say(f"DSA indexer modules found: {len(indexer.found)}")
@@ -206,7 +206,7 @@ def _show_indexer(indexer: IndexerReport) -> None:
 
 
 def _sharing(indexer: IndexerReport) -> str:
-    from glmconv.inspection import ranges
+    from glmconv.commands.inspect import ranges
 
     by_owner: dict[int, list[int]] = {}
     for layer, owner in indexer.sources.items():
@@ -217,7 +217,7 @@ def _sharing(indexer: IndexerReport) -> str:
 def _show_compared(indexer: IndexerReport) -> None:
     """One row a tensor where all layers agree, else one a layer."""
     from glmconv.cli.output import table
-    from glmconv.inspection import ranges
+    from glmconv.commands.inspect import ranges
 
     groups: dict[tuple[str, str, str, bool], list[ComparedPart]] = {}
     for one in indexer.compared:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from glmconv.errors import Interrupted, UsageError
-from glmconv.sizes import parse_size
+from glmconv.basics.errors import Interrupted, UsageError
+from glmconv.basics.sizes import parse_size
 
 if TYPE_CHECKING:
+    from glmconv.commands.conversion_report import Report
     from glmconv.engine import Stop
-    from glmconv.report import Report
 
 _MEGATRON_KINDS = {"hf": "hf", "megatron": "megatron", "core": "megatron", "mcore": "megatron"}
 
@@ -116,9 +116,9 @@ def command(
     """
     src = _one("SRC", src, "--load-dir", load_dir)
     dst = _one("DST", dst, "--save-dir", save_dir)
-    from glmconv.conversion import RunOptions, convert
-    from glmconv.planner import TargetOptions
-    from glmconv.sources import SourceOptions
+    from glmconv.commands.convert import RunOptions, convert
+    from glmconv.plan.planner import TargetOptions
+    from glmconv.source.source import SourceOptions
 
     to = _target_kind(src, to, saver)
     if dialect is not None and from_dialect is None and to in ("hf", "hf-stacked"):
@@ -190,7 +190,7 @@ def _target_kind(src: Path, to: str | None, saver: str | None) -> str | None:
         raise UsageError(f"--to {to} and --saver {saver} are both given", hint="they mean the same: give one")
     if to or said:
         return to or said
-    from glmconv.opening import kind_of
+    from glmconv.source.open import kind_of
 
     return "hf" if kind_of(src) == "megatron" else "megatron"
 
@@ -200,7 +200,7 @@ def _check_loader(loader: str | None, src: Path) -> None:
     kind = _kind("--loader", loader)
     if kind is None:
         return
-    from glmconv.torchdist.location import detect_layout
+    from glmconv.source.torchdist.location import detect_layout
 
     found = detect_layout(src)
     if found != kind:

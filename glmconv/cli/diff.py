@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from glmconv.comparison import DiffReport
-    from glmconv.differences import Difference
+    from glmconv.commands.diff import DiffReport
+    from glmconv.values.differences import Difference
 
 SHOWN = 40
 """Tensors that are printed; ``--all`` and ``--json`` have all."""
@@ -34,8 +34,8 @@ def command(
 ) -> None:
     """Compare two checkpoints tensor by tensor, across layouts; exit 0 where equal, 1 where not."""
     from glmconv.cli.output import print_json, progress_bar
-    from glmconv.comparison import DiffOptions, diff
-    from glmconv.sources import SourceOptions
+    from glmconv.commands.diff import DiffOptions, diff
+    from glmconv.source.source import SourceOptions
 
     options = DiffOptions(
         a=SourceOptions(dialect=a_dialect, origin_hf_dir=a_origin_hf_dir or origin_hf_dir, drop_mtp=drop_mtp),
@@ -54,7 +54,7 @@ def command(
 def show(report: DiffReport, limit: int | None = SHOWN) -> None:
     """The report as tables; the verdict stands last."""
     from glmconv.cli.output import facts, note, say, size, table
-    from glmconv.differences import STATUSES
+    from glmconv.values.differences import STATUSES
 
     facts(
         "compared",

@@ -16,7 +16,7 @@ def command(
 ) -> None:
     """Say what is installed, what each package enables, and what this machine offers."""
     from glmconv.cli.output import facts, print_json, table
-    from glmconv.doctor import examine
+    from glmconv.commands.doctor import examine
 
     report = examine(path)
     if as_json:

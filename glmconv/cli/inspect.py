@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from glmconv.inspection import InspectReport
+    from glmconv.commands.inspect import InspectReport
 
 _MANIFEST_SHOWN = (
     "version",
@@ -50,8 +50,8 @@ def command(
 ) -> None:
     """Show what a path holds: layout, dialect, model, sizes, dtypes; unknown families too."""
     from glmconv.cli.output import print_json
-    from glmconv.inspection import inspect
-    from glmconv.sources import SourceOptions
+    from glmconv.commands.inspect import inspect
+    from glmconv.source.source import SourceOptions
 
     wanted = match if match is not None else "*" if tensors else None
     options = SourceOptions(

@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from glmconv.shown import shown, shown_json
+from glmconv.basics.printable import shown, shown_json
 
 PLAIN_INTERVAL = 5.0
 """Seconds between two lines of progress where stderr is no terminal."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from glmconv.errors import StorageError
+from glmconv.basics.errors import StorageError
 
 READER_LEFT = 141
 """Exit code where the reader of stdout closed it, as after ``| head``: 128 + SIGPIPE, as shells show it."""

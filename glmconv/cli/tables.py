@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from glmconv.errors import UsageError
+from glmconv.basics.errors import UsageError
 
 
 def command(
@@ -18,9 +18,9 @@ def command(
 ) -> None:
     """Show which Hugging Face tensors make up which Megatron tensor, and how."""
     from glmconv.cli.output import print_json, table
-    from glmconv.registry import FAMILIES, get_bridge
-    from glmconv.rules import DIALECTS
-    from glmconv.tables import describe
+    from glmconv.tables.describe import describe
+    from glmconv.tables.registry import FAMILIES, get_bridge
+    from glmconv.tables.rules import DIALECTS
 
     if form not in ("table", "json", "markdown"):
         raise UsageError(f"--format {form}: unknown", hint="table, json or markdown")

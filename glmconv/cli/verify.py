@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from glmconv.errors import StorageError, UsageError
+from glmconv.basics.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
-    from glmconv.verify.report import VerifyReport
-    from glmconv.verify.selftest import SelfTestReport
+    from glmconv.verify.faults.selftest import SelfTestReport
+    from glmconv.verify.measure.report import VerifyReport
 
 
 def command(
@@ -62,8 +62,8 @@ def command(
     Exit 0 where they compute the same, 4 where not, 2 where nothing was proven (an indexer that
     never had to choose).
     """
+    from glmconv.basics.sizes import parse_size
     from glmconv.cli.output import print_json, progress_bar, warn
-    from glmconv.sizes import parse_size
     from glmconv.verify.options import VerifyOptions, parse_layers
     from glmconv.verify.pair import require_packages
 
@@ -85,7 +85,7 @@ def command(
     require_packages()
     with progress_bar("testing" if self_test else "running both models", quiet) as progress:
         if self_test:
-            from glmconv.verify.selftest import self_test as run_self_test
+            from glmconv.verify.faults.selftest import self_test as run_self_test
 
             tested = run_self_test(hf_dir, megatron_dir, options, progress)
         else:
@@ -108,7 +108,7 @@ def command(
 
 
 def _write_page(found: VerifyReport, path: Path) -> None:
-    from glmconv.verify.html import page
+    from glmconv.verify.page.html import page
 
     try:
         path.write_text(page(found), encoding="utf-8")
@@ -119,8 +119,8 @@ def _write_page(found: VerifyReport, path: Path) -> None:
 def show(report: VerifyReport) -> None:
     """The report as tables; the verdict stands last."""
     from glmconv.cli.output import facts, say, table
-    from glmconv.verify.html import facts as told
-    from glmconv.verify.html import runtime_line
+    from glmconv.verify.page.html import facts as told
+    from glmconv.verify.page.html import runtime_line
 
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     facts("verify", {**told(report), "versions": versions})
@@ -156,7 +156,7 @@ def show(report: VerifyReport) -> None:
 
 def _filled_columns(report: VerifyReport) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the stages, without columns that nothing stands in; 80 columns wide in fp32."""
-    from glmconv.verify.html import number, place_row
+    from glmconv.verify.page.html import number, place_row
 
     head = ["stage", "error", "running", "floor", "aside", "1 - r", "top-k", "experts", "s"]
     rows = []

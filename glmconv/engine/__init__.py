@@ -1,4 +1,4 @@
-"""The engine: carries out a :class:`glmconv.plan.Plan`, byte by byte, and decides nothing.
+"""The engine: carries out a :class:`glmconv.plan.plan.Plan`, byte by byte, and decides nothing.
 
 The straight line of a caller::
 
@@ -22,11 +22,11 @@ from __future__ import annotations
 
 from glmconv.engine.clone import clone_refusal
 from glmconv.engine.conditions import check_conditions
-from glmconv.engine.destination import Destination, destination, require_space, unit_dir
 from glmconv.engine.hashes import DIGEST_BYTES, LeafHasher, hash_range, tree_digest
 from glmconv.engine.lock import StagingLock
 from glmconv.engine.outcome import CopyMode, HashMode, Outcome, Progress, Stop
-from glmconv.engine.publish import (
+from glmconv.engine.places import Destination, destination, require_space, unit_dir
+from glmconv.engine.publishing import (
     State,
     clean_up,
     is_of,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from glmconv.basics.errors import DataError, GlmconvError
 from glmconv.engine.files import OpenSource, Sources
 from glmconv.engine.rounding import CastOverflow, Rounding, tensor_overflow
 from glmconv.engine.segments import Runs, clipped_runs
-from glmconv.errors import DataError, GlmconvError
-from glmconv.plan import Move, Payload
+from glmconv.plan.plan import Move, Payload
 
 FAR_ROWS = 1 << 14
 """A gap between source rows above which reading each row alone costs less than reading the gap."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from glmconv.dtypes import DType
+from glmconv.basics.dtypes import DType
+from glmconv.basics.errors import DataError
 from glmconv.engine.rounding import CastOverflow, Rounding
-from glmconv.errors import DataError
 
 if TYPE_CHECKING:
     from typing import Any

@@ -10,9 +10,9 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from glmconv.basics.errors import StorageError
 from glmconv.engine.files import OpenSource, OpenTarget, check_sources, storage_error
-from glmconv.errors import StorageError
-from glmconv.plan import SourceFile
+from glmconv.plan.plan import SourceFile
 
 FICLONERANGE = 0x4020940D  # _IOW(0x94, 13, struct file_clone_range), linux/fs.h
 BLOCK = 4096

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from glmconv.basics.errors import DataError
 from glmconv.engine.files import Sources
-from glmconv.errors import DataError
-from glmconv.plan import Blank, Condition, Equal, Plan
+from glmconv.plan.plan import Blank, Condition, Equal, Plan
 
 WINDOW = 1 << 20
 

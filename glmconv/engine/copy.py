@@ -18,7 +18,7 @@ from glmconv.engine.hashes import LeafHasher
 from glmconv.engine.rounding import CastOverflow, Rounding, SlotCount
 from glmconv.engine.segments import Segment, segments
 from glmconv.engine.slots import TargetSlots
-from glmconv.plan import HASH_LEAF, Payload
+from glmconv.plan.plan import HASH_LEAF, Payload
 
 WINDOW = 1 << 20
 """Bytes of memory that one worker moves at a time (a second window is scratch for strided reads)."""

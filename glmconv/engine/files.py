@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from glmconv.errors import DataError, StorageError
-from glmconv.plan import SourceFile
+from glmconv.basics.errors import DataError, StorageError
+from glmconv.plan.plan import SourceFile
 
 OPEN_SOURCES = 32
 """Sources that one worker keeps open: far under the usual limit of 1,024 files."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from glmconv.dtypes import DType
+from glmconv.basics.dtypes import DType
 from glmconv.engine.casts import cast_block
 from glmconv.engine.rounding import Rounding
 

@@ -11,8 +11,8 @@ from functools import cache
 
 import xxhash
 
-from glmconv.errors import DataError
-from glmconv.plan import HASH_LEAF
+from glmconv.basics.errors import DataError
+from glmconv.plan.plan import HASH_LEAF
 
 DIGEST_BYTES = 16
 ZERO_PAGE = memoryview(bytes(1 << 16))

@@ -23,10 +23,10 @@ from typing import Any
 
 import xxhash
 
+from glmconv.basics.errors import DataError, StorageError
 from glmconv.engine.files import OpenTarget, storage_error, sync_directory
 from glmconv.engine.rounding import SlotCount
-from glmconv.errors import DataError, StorageError
-from glmconv.plan import PLAN_FORMAT, Plan
+from glmconv.plan.plan import PLAN_FORMAT, Plan
 
 JOURNAL = "journal"
 RESTART_HINT = "--overwrite discards it and starts again, another destination leaves it alone"

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from glmconv.basics.errors import StorageError
 from glmconv.engine.files import make_directories, storage_error, sync_directory
-from glmconv.errors import StorageError
 
 LOCK = "lock"
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from glmconv.basics.errors import Interrupted
 from glmconv.engine.hashes import tree_digest
 from glmconv.engine.rounding import Rounding
-from glmconv.errors import Interrupted
 
 CopyMode = Literal["auto", "clone", "copy"]
 HashMode = Literal["full", "none"]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from glmconv.dtypes import DType
+from glmconv.basics.dtypes import DType
+from glmconv.basics.errors import DataError
 from glmconv.engine.slots import TargetSlots
-from glmconv.errors import DataError
-from glmconv.plan import Payload
+from glmconv.plan.plan import Payload
 
 SlotCount = tuple[int, int, int]
 """Slot of a target file, values that became zero, values that became subnormal."""

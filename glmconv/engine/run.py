@@ -10,20 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from glmconv.basics.errors import DataError, StorageError, UsageError
 from glmconv.engine.clone import Sharing
 from glmconv.engine.commit import Committer, TargetFiles
 from glmconv.engine.conditions import check_condition
 from glmconv.engine.copy import Copier, Counters
-from glmconv.engine.destination import unit_dir
 from glmconv.engine.files import Sources, check_sources, make_directories, storage_error, sync_directory
 from glmconv.engine.hashes import DIGEST_BYTES
 from glmconv.engine.journal import JOURNAL, Finished, Found, Journal, open_journal
 from glmconv.engine.outcome import CopyMode, HashMode, Outcome, Progress, Stop
+from glmconv.engine.places import unit_dir
 from glmconv.engine.rounding import RoundingCounts
 from glmconv.engine.schedule import Job, Schedule, unfinished
 from glmconv.engine.slots import target_slots
-from glmconv.errors import DataError, StorageError, UsageError
-from glmconv.plan import Plan
+from glmconv.plan.plan import Plan
 
 JOURNAL_BYTES = 256 << 20
 JOB_BYTES = 64 << 20

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from glmconv.errors import DataError
-from glmconv.plan import Move, Payload
+from glmconv.basics.errors import DataError
+from glmconv.plan.plan import Move, Payload
 
 LONG_RUN = 1 << 16
 """Runs of this many bytes are copied one by one; shorter ones are gathered in memory."""

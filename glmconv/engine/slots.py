@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import PurePosixPath
 
-from glmconv.errors import DataError
-from glmconv.plan import HASH_LEAF, Plan, TargetFile
+from glmconv.basics.errors import DataError
+from glmconv.plan.plan import HASH_LEAF, Plan, TargetFile
 
 
 def target_slots(plan: Plan) -> list[TargetSlots]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from glmconv.engine.clone import MIN_CLONE, Sharing, block_size
 from glmconv.engine.files import check_sources, storage_error
 from glmconv.engine.segments import LONG_RUN, normalized
-from glmconv.plan import Move, Payload, Plan
+from glmconv.plan.plan import Move, Payload, Plan
 
 CLONE_COST = 2 * 4096
 """Bytes of the filesystem's own records that one cloned range takes, as measured on XFS and btrfs."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glmconv.engine.files import storage_error
-from glmconv.engine.publish import write_atomically
+from glmconv.engine.publishing import write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron's own name for the file that says which unit to load."""

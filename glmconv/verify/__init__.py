@@ -14,13 +14,13 @@ Importing this package patches nothing and imports neither torch nor megatron-co
 
 The parts beneath build whole Megatron models without Transformer Engine, on CPU or CUDA::
 
-    from glmconv.verify.parallel import Parallel, runtime
-    from glmconv.verify.model import build_model
-    from glmconv.verify.load import load_torch_dist, save_torch_dist
-    from glmconv.verify.forward import hf_logprobs, megatron_logprobs
+    from glmconv.verify.mcore.parallel import Parallel, runtime
+    from glmconv.verify.mcore.model import build_model
+    from glmconv.verify.mcore.load import load_torch_dist, save_torch_dist
+    from glmconv.verify.mcore.forward import hf_logprobs, megatron_logprobs
 
     with runtime(Parallel(tp=1, pp=1, ep=1)):           # compat steps and process groups
-        model = build_model(spec, index_topk=8)       # spec: glmconv.spec.ModelSpec
+        model = build_model(spec, index_topk=8)       # spec: glmconv.tables.spec.ModelSpec
         missing, unexpected = load_torch_dist(model, "…/release")
         ours = megatron_logprobs(model, tokens)       # [batch, seq, vocab] fp32
         theirs = hf_logprobs(hf_model, tokens)
@@ -34,7 +34,7 @@ The parts beneath build whole Megatron models without Transformer Engine, on CPU
   ``MASTER_PORT`` set, as ``torchrun`` does, and call the same code in each.
 - megatron-core 0.16 to 0.18 expects the dialect ``mcore-0.18`` (fused latent norms, rope
   channels last in the indexer), 0.19 and later ``mcore``; ``runtime_dialect()`` in
-  ``glmconv.verify.model`` tells which. Index sharing needs 0.19.
+  ``glmconv.verify.mcore.model`` tells which. Index sharing needs 0.19.
 - What was aligned between the runtimes is listed in ``model.alignments``: report it.
 """
 
@@ -44,11 +44,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from glmconv.verify.faults.selftest import SelfTestReport as SelfTestReport
+    from glmconv.verify.faults.selftest import self_test as self_test
+    from glmconv.verify.measure.report import VerifyReport as VerifyReport
     from glmconv.verify.options import VerifyOptions as VerifyOptions
-    from glmconv.verify.report import VerifyReport as VerifyReport
     from glmconv.verify.run import verify as verify
-    from glmconv.verify.selftest import SelfTestReport as SelfTestReport
-    from glmconv.verify.selftest import self_test as self_test
 
 _HOMES = {
     "SelfTestReport": "selftest",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from glmconv.errors import UsageError
-from glmconv.spec import ModelSpec
+from glmconv.basics.errors import UsageError
+from glmconv.tables.spec import ModelSpec
 
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_SEQ = 128

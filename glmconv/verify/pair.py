@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from glmconv.errors import DataError, Defect, UsageError
-from glmconv.opening import open_source
-from glmconv.sources import Source, SourceOptions
-from glmconv.spec import ModelSpec
-from glmconv.torchdist.location import detect_layout
-from glmconv.torchdist.location import locate as find_unit
-from glmconv.verify.config import require_carried
+from glmconv.basics.errors import DataError, Defect, UsageError
+from glmconv.source.open import open_source
+from glmconv.source.source import Source, SourceOptions
+from glmconv.source.torchdist.location import detect_layout
+from glmconv.source.torchdist.location import locate as find_unit
+from glmconv.tables.spec import ModelSpec
+from glmconv.verify.mcore.config import require_carried
 
 PACKAGES = (("torch", "torch"), ("transformers", "transformers"), ("megatron.core", "megatron-core"))
 INSTALL = "pip install 'glmconv[verify]'"

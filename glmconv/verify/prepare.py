@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from glmconv import __version__
-from glmconv.errors import UsageError
-from glmconv.layout import megatron_layout
-from glmconv.memory import rss_anon
-from glmconv.spec import ModelSpec
-from glmconv.verify.hf_side import HfSide
-from glmconv.verify.megatron_side import MegatronSide
-from glmconv.verify.model import runtime_dialect
+from glmconv.basics.errors import UsageError
+from glmconv.basics.memory import rss_anon
+from glmconv.tables.expand import megatron_layout
+from glmconv.tables.spec import ModelSpec
+from glmconv.verify.hf.side import HfSide
+from glmconv.verify.mcore.model import runtime_dialect
+from glmconv.verify.mcore.parallel import runtime
+from glmconv.verify.mcore.side import MegatronSide
+from glmconv.verify.mcore.weights import NativeWeights, RelaidWeights
+from glmconv.verify.measure.report import VerifyReport
+from glmconv.verify.measure.verdict import BOUNDS
 from glmconv.verify.options import VerifyOptions
 from glmconv.verify.pair import Pair, choose_device, open_pair, require_packages
-from glmconv.verify.parallel import runtime
-from glmconv.verify.report import VerifyReport
 from glmconv.verify.tokens import tokens_for
-from glmconv.verify.verdict import BOUNDS
-from glmconv.verify.weights import NativeWeights, RelaidWeights
 
 
 @dataclass(slots=True)

@@ -16,17 +16,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from glmconv.reading import nbytes
-from glmconv.verify.capture import Result
-from glmconv.verify.footprint import Footprint
-from glmconv.verify.heads import Heads, Hiddens
-from glmconv.verify.megatron_side import CROSS, OWN
+from glmconv.values.reader import nbytes
+from glmconv.verify.mcore.side import CROSS, OWN
+from glmconv.verify.measure.capture import Result
+from glmconv.verify.measure.footprint import Footprint
+from glmconv.verify.measure.heads import Heads, Hiddens
+from glmconv.verify.measure.report import PlaceReport, Predictions, VerifyReport
+from glmconv.verify.measure.streams import Clock, Outcome, place_report
+from glmconv.verify.measure.verdict import judge
 from glmconv.verify.options import VerifyOptions
 from glmconv.verify.prepare import Prepared, kind_of, prepare
-from glmconv.verify.report import PlaceReport, Predictions, VerifyReport
-from glmconv.verify.streams import Clock, Outcome, place_report
 from glmconv.verify.tokens import shifted
-from glmconv.verify.verdict import judge
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glmconv.errors import StorageError, UsageError
-from glmconv.spec import ModelSpec
+from glmconv.basics.errors import StorageError, UsageError
+from glmconv.tables.spec import ModelSpec
 from glmconv.verify.options import VerifyOptions
 
 SEED = 20250

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from glmconv.basics.errors import StorageError
 from glmconv.checks import CheckOptions, CheckReport, check
-from glmconv.errors import StorageError
-from glmconv.sources import SourceOptions
+from glmconv.source.source import SourceOptions
 from tests.support.broken import INDEX, configure, copy, drop, edit, put, run_cli, shard_of, tensor_of
 from tests.support.conversions import to_megatron
 
@@ -261,7 +261,7 @@ def test_a_shrinking_file_is_a_finding(
     def shrink(report: CheckReport, subject: object) -> None:
         file.write_bytes(file.read_bytes()[:-100])
 
-    monkeypatch.setattr("glmconv.checks.run.check_padding", shrink)
+    monkeypatch.setattr("glmconv.commands.check.check_padding", shrink)
     report = check(broken, ALL)
     assert kinds(report) == {"unreadable"}
     assert file.name in texts(report)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from glmconv.basics.errors import UsageError
 from glmconv.checks import CheckOptions, CheckReport, check
-from glmconv.errors import UsageError
 from tests.support.broken import flip, shard_of, tensor_of
 from tests.support.conversions import to_hf, to_megatron
 

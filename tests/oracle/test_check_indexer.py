@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from glmconv.basics.errors import UsageError
 from glmconv.checks import CheckOptions, CheckReport, check
-from glmconv.errors import UsageError
-from glmconv.sources import SourceOptions
+from glmconv.source.source import SourceOptions
 from tests.support.broken import configure, copy, drop, edit, put, run_cli
 from tests.support.conversions import to_hf, to_megatron
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from glmconv.basics.errors import Defect
 from glmconv.checks import CheckOptions, CheckReport, check
-from glmconv.errors import Defect
-from glmconv.sources import SourceOptions
+from glmconv.source.source import SourceOptions
 from tests.support.broken import configure, copy, edit, put, tensor_of
 from tests.support.checkpoints import load_config, load_tensors
 from tests.support.conversions import to_hf, to_megatron
@@ -77,7 +77,7 @@ def test_places_count_from_the_tensor_and_not_from_a_block(
 ) -> None:
     broken = copy(checkpoint("qwen3"), tmp_path / "broken")
     put(broken, "model.layers.1.mlp.down_proj.weight", set_at(50, 100, float("nan")))
-    monkeypatch.setattr("glmconv.reading.Reader.blocks.__defaults__", (64,))
+    monkeypatch.setattr("glmconv.values.reader.Reader.blocks.__defaults__", (64,))
     assert "first at [50, 100]" in only(check(broken, ALL), "not-finite").what
 
 

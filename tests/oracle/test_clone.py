@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 import glmconv.engine.clone as clone_module
-from glmconv.conversion import RunOptions, convert
+from glmconv.basics.errors import DataError, GlmconvError, StorageError
+from glmconv.commands.convert import RunOptions, convert
 from glmconv.engine import CopyMode, Stop
 from glmconv.engine.clone import MIN_CLONE
-from glmconv.errors import DataError, GlmconvError, StorageError
-from glmconv.planner import TargetOptions
+from glmconv.plan.planner import TargetOptions
 from tests.support import clone_jobs, mcore_run
 from tests.support.checkpoints import make_proportioned, raw_config
 from tests.support.conversions import assert_same_bytes, files_of
@@ -356,7 +356,7 @@ class TestRefusedHalfway:
 DRIVER = """
 import json, sys, time
 from pathlib import Path
-from glmconv.conversion import RunOptions, convert
+from glmconv.commands.convert import RunOptions, convert
 from glmconv.engine import Stop
 src, dst, pause = sys.argv[1:]
 class Slow(Stop):

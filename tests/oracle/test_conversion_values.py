@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from glmconv.conversion import convert
-from glmconv.errors import DataError
-from glmconv.planner import TargetOptions
-from glmconv.sources import SourceOptions
+from glmconv.basics.errors import DataError
+from glmconv.commands.convert import convert
+from glmconv.plan.planner import TargetOptions
+from glmconv.source.source import SourceOptions
 from tests.support.checkpoints import MODELS, load_config, load_tensors
 from tests.support.conversions import (
     assert_same_bytes,

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from glmconv.engine import execute, unit_dir
-from glmconv.layout import megatron_layout, stacks_layers
-from glmconv.opening import open_source
-from glmconv.plan import Plan, plan_digest
-from glmconv.rules import DIALECTS
-from glmconv.sources import SourceOptions
-from glmconv.target import DtypePolicy
-from glmconv.torchdist.metadata import parse_metadata
-from glmconv.torchdist.writer import draft_torch_dist
+from glmconv.formats.torchdist.metadata import parse_metadata
+from glmconv.plan.draft import DtypePolicy
+from glmconv.plan.plan import Plan, plan_digest
+from glmconv.plan.to_torch_dist import draft_torch_dist
+from glmconv.source.open import open_source
+from glmconv.source.source import SourceOptions
+from glmconv.tables.expand import megatron_layout, stacks_layers
+from glmconv.tables.rules import DIALECTS
 from tests.support import convert_jobs, mcore_run, torchdist_jobs
 from tests.support.big_checkpoints import EMBEDDING, mark_rows, marker, sparse_qwen3
 from tests.support.conversions import (

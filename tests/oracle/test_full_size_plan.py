@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from glmconv.conversion import plan_conversion
-from glmconv.planner import TargetOptions
-from glmconv.rules import DIALECTS
+from glmconv.commands.convert import plan_conversion
+from glmconv.plan.planner import TargetOptions
+from glmconv.tables.rules import DIALECTS
 from tests.support.checkpoints import FULL_MODELS, make_headers_only
 from tests.support.golden import load_golden
 

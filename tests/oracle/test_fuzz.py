@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from glmconv.errors import GlmconvError
+from glmconv.basics.errors import GlmconvError
 from tests.support.plain import ROOT
 
 import fuzz  # isort: skip  (on the path by the line above)

@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from glmconv.conversion import RunOptions, convert
+from glmconv.basics.errors import DataError, StorageError
+from glmconv.commands.convert import RunOptions, convert
 from glmconv.engine import Progress
-from glmconv.errors import DataError, StorageError
-from glmconv.planner import TargetOptions
+from glmconv.plan.planner import TargetOptions
 from tests.support.checkpoints import glm_moe_dsa_tensors, raw_config
 from tests.support.plain import plain, shards_of
 
@@ -47,9 +47,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 DRIVER = """
 import json, sys, time
 from pathlib import Path
-from glmconv.conversion import RunOptions, convert
+from glmconv.commands.convert import RunOptions, convert
 from glmconv.engine import Stop
-from glmconv.planner import TargetOptions
+from glmconv.plan.planner import TargetOptions
 src, dst, to, workers, journal_bytes, pause = sys.argv[1:]
 class Slow(Stop):
     def is_set(self):

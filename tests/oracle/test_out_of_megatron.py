@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from glmconv.conversion import convert
-from glmconv.planner import TargetOptions
-from glmconv.sources import SourceOptions
+from glmconv.commands.convert import convert
+from glmconv.plan.planner import TargetOptions
+from glmconv.source.source import SourceOptions
 from tests.support import convert_jobs, mcore_run
 from tests.support.checkpoints import load_tensors
 from tests.support.conversions import differing_tensors

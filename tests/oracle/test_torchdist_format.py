@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from glmconv.dtypes import BY_TORCH_NAME, DType
-from glmconv.errors import DataError
-from glmconv.torchdist.common import (
+from glmconv.basics.dtypes import BY_TORCH_NAME, DType
+from glmconv.basics.errors import DataError
+from glmconv.formats.torchdist.common import (
     METADATA_JSON,
     args_namespace,
     common_state,
@@ -30,10 +30,8 @@ from glmconv.torchdist.common import (
     read_scalars,
     write_common,
 )
-from glmconv.torchdist.emit import metadata_bytes
-from glmconv.torchdist.extra_state import EMPTY_STATE, extra_state_names
-from glmconv.torchdist.location import locate
-from glmconv.torchdist.metadata import (
+from glmconv.formats.torchdist.extra_state import EMPTY_STATE, extra_state_names
+from glmconv.formats.torchdist.metadata import (
     Chunk,
     ObjectEntry,
     TensorEntry,
@@ -41,7 +39,9 @@ from glmconv.torchdist.metadata import (
     payload_offsets,
     read_metadata,
 )
-from glmconv.torchdist.record import frame
+from glmconv.formats.torchdist.metadata_writing import metadata_bytes
+from glmconv.formats.torchdist.record import frame
+from glmconv.source.torchdist.location import locate
 from tests.support import mcore_models, mcore_run, torchdist_jobs
 from tests.support.torchdist_jobs import bytes_of, sample
 

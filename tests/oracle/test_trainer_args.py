@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from glmconv.conversion import convert
-from glmconv.errors import DataError
-from glmconv.planner import TargetOptions
-from glmconv.registry import FAMILIES, get_bridge
-from glmconv.rules import DIALECTS
-from glmconv.spec import ModelSpec
-from glmconv.torchdist.parser_defaults import parser_defaults
-from glmconv.torchdist.training_args import args_namespace
+from glmconv.basics.errors import DataError
+from glmconv.commands.convert import convert
+from glmconv.plan.parser_defaults import parser_defaults
+from glmconv.plan.planner import TargetOptions
+from glmconv.plan.training_args import args_namespace
+from glmconv.tables.registry import FAMILIES, get_bridge
+from glmconv.tables.rules import DIALECTS
+from glmconv.tables.spec import ModelSpec
 from tests.support import mcore_run, trainer_jobs
 from tests.support.checkpoints import MODELS as MADE
 from tests.support.checkpoints import load_config, load_tensors, raw_config

@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from glmconv.opening import open_source
-from glmconv.verify.forward import hf_logprobs
-from glmconv.verify.hf_side import HfSide
+from glmconv.source.open import open_source
+from glmconv.verify.hf.side import HfSide
+from glmconv.verify.mcore.forward import hf_logprobs
 from tests.support.checkpoints import MODELS
 from tests.support.plain import edit_json
 

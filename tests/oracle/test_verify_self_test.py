@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from glmconv.verify.faults import FAULTS
+from glmconv.verify.faults.faults import FAULTS
 from tests.support import mcore_run, verify_jobs
 from tests.support.conversions import to_megatron
 

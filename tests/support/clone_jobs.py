@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from glmconv.verify.parallel import runtime
+from glmconv.verify.mcore.parallel import runtime
 
 
 def load_plainly(unit: str, samples: list[list[Any]]) -> dict[str, Any]:

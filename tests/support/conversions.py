@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from glmconv.conversion import RunOptions, convert
-from glmconv.planner import TargetOptions
-from glmconv.report import Report
-from glmconv.sources import SourceOptions
+from glmconv.commands.conversion_report import Report
+from glmconv.commands.convert import RunOptions, convert
+from glmconv.plan.planner import TargetOptions
+from glmconv.source.source import SourceOptions
 
 MANIFEST = "glmconv.json"
 

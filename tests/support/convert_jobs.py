@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from glmconv.registry import get_bridge
-from glmconv.spec import ModelSpec
-from glmconv.verify.forward import megatron_logits
-from glmconv.verify.load import load_torch_dist, save_torch_dist
-from glmconv.verify.model import build_model, runtime_dialect
-from glmconv.verify.parallel import Parallel, runtime
+from glmconv.tables.registry import get_bridge
+from glmconv.tables.spec import ModelSpec
+from glmconv.verify.mcore.forward import megatron_logits
+from glmconv.verify.mcore.load import load_torch_dist, save_torch_dist
+from glmconv.verify.mcore.model import build_model, runtime_dialect
+from glmconv.verify.mcore.parallel import Parallel, runtime
 from tests.support.checkpoints import load_config, load_tensors
 from tests.support.mcore_reference import hf_to_megatron_state_dict
 from tests.support.mcore_train import optimizer_with_state

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from glmconv.dtypes import DType
-from glmconv.plan import HASH_LEAF, Condition, Equal, Move, Payload, Plan, SourceFile, TargetFile
+from glmconv.basics.dtypes import DType
+from glmconv.plan.plan import HASH_LEAF, Condition, Equal, Move, Payload, Plan, SourceFile, TargetFile
 
 
 @dataclass

@@ -145,13 +145,13 @@ def _imported_by(*arguments: str) -> list[str]:
 def _command_line(arguments: list[str], journal_bytes: int, out: int, err: int) -> int:
     """In the forked child: ``glmconv`` as a shell would start it. Returns its exit code."""
     import glmconv.cli
-    import glmconv.conversion
+    import glmconv.commands.convert
 
     os.dup2(out, 1)
     os.dup2(err, 2)
     # The command line has no option for it, and its default is far above these checkpoints' size.
-    smaller: Any = functools.partial(glmconv.conversion.RunOptions, journal_bytes=journal_bytes)
-    glmconv.conversion.RunOptions = smaller  # type: ignore[misc]
+    smaller: Any = functools.partial(glmconv.commands.convert.RunOptions, journal_bytes=journal_bytes)
+    glmconv.commands.convert.RunOptions = smaller  # type: ignore[misc]
     sys.argv = ["glmconv", *arguments]
     code: Any = 0
     try:

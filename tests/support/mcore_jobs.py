@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from glmconv.errors import GlmconvError
-from glmconv.spec import ModelSpec
-from glmconv.verify import compat
-from glmconv.verify.forward import megatron_logits
-from glmconv.verify.load import LoadedKeys, load_torch_dist, save_torch_dist
-from glmconv.verify.model import build_model, runtime_dialect
-from glmconv.verify.parallel import Parallel, runtime
+from glmconv.basics.errors import GlmconvError
+from glmconv.tables.spec import ModelSpec
+from glmconv.verify.mcore import compat
+from glmconv.verify.mcore.forward import megatron_logits
+from glmconv.verify.mcore.load import LoadedKeys, load_torch_dist, save_torch_dist
+from glmconv.verify.mcore.model import build_model, runtime_dialect
+from glmconv.verify.mcore.parallel import Parallel, runtime
 from tests.support import mcore_models
 from tests.support.mcore_reference import hf_to_megatron_state_dict, rope_channels_last
 from tests.support.mcore_train import optimizer_with_state

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from glmconv.spec import Dsa, Mla, ModelSpec, Moe, Rope
-from glmconv.verify.align import align_hf_epsilons
-from glmconv.verify.forward import hf_logprobs
+from glmconv.tables.spec import Dsa, Mla, ModelSpec, Moe, Rope
+from glmconv.verify.mcore.align import align_hf_epsilons
+from glmconv.verify.mcore.forward import hf_logprobs
 
 SEED = 20250
 VOCAB = 160

@@ -13,11 +13,11 @@ from typing import ClassVar
 
 import pytest
 
-import glmconv.planner
-from glmconv.layout import Layout, megatron_layout
-from glmconv.rules import Hf, Rule, Table
-from glmconv.spec import ModelSpec
-from glmconv.transforms import ColumnHalfSwap, GateUp, GroupedQKV, RopeHalfSwap, Same, Span, Transform
+import glmconv.plan.planner
+from glmconv.tables.expand import Layout, megatron_layout
+from glmconv.tables.rules import Hf, Rule, Table
+from glmconv.tables.spec import ModelSpec
+from glmconv.tables.transforms import ColumnHalfSwap, GateUp, GroupedQKV, RopeHalfSwap, Same, Span, Transform
 
 
 @dataclass(frozen=True)
@@ -292,5 +292,5 @@ def planted(mutant: Mutant) -> Iterator[None]:
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(glmconv.planner, "megatron_layout", layout)
+        patch.setattr(glmconv.plan.planner, "megatron_layout", layout)
         yield

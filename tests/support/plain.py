@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from glmconv.conversion import RunOptions, convert
+from glmconv.basics.errors import GlmconvError
+from glmconv.commands.convert import RunOptions, convert
 from glmconv.engine import Stop
-from glmconv.errors import GlmconvError
-from glmconv.layout import expand_tied, hf_layout
-from glmconv.planner import TargetOptions
-from glmconv.registry import get_bridge
-from glmconv.sources import SourceOptions
+from glmconv.plan.planner import TargetOptions
+from glmconv.source.source import SourceOptions
+from glmconv.tables.expand import expand_tied, hf_layout
+from glmconv.tables.registry import get_bridge
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT / "scripts") not in sys.path:

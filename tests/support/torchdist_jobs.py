@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from glmconv.verify import compat
-from glmconv.verify.model import build_model
-from glmconv.verify.parallel import runtime
+from glmconv.verify.mcore import compat
+from glmconv.verify.mcore.model import build_model
+from glmconv.verify.mcore.parallel import runtime
 from tests.support import mcore_models
 
 DTYPES = ("float32", "bfloat16", "float16", "int64", "uint8", "float8_e4m3fn")

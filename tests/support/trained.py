@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from glmconv.conversion import convert
-from glmconv.planner import TargetOptions
-from glmconv.torchdist.common import read_common, write_common
-from glmconv.torchdist.emit import metadata_bytes
-from glmconv.torchdist.metadata import read_metadata
+from glmconv.commands.convert import convert
+from glmconv.formats.torchdist.common import read_common, write_common
+from glmconv.formats.torchdist.metadata import read_metadata
+from glmconv.formats.torchdist.metadata_writing import metadata_bytes
+from glmconv.plan.planner import TargetOptions
 
 
 def trained(hf: Path, root: Path, **target: Any) -> Path:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from glmconv.dtypes import DType
-from glmconv.torchdist.parser_defaults import parser_defaults
+from glmconv.basics.dtypes import DType
+from glmconv.plan.parser_defaults import parser_defaults
 
 _DENSE = {
     "swiglu": True,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from glmconv.verify import compat
-from glmconv.verify.parallel import runtime
+from glmconv.verify.mcore import compat
+from glmconv.verify.mcore.parallel import runtime
 
 
 @compat.installed()

@@ -16,13 +16,13 @@ from unittest import mock
 import torch
 
 import glmconv.cli
-from glmconv.memory import rss_anon
-from glmconv.opening import open_source
+from glmconv.basics.memory import rss_anon
+from glmconv.source.open import open_source
 from glmconv.verify import VerifyOptions, self_test, verify
-from glmconv.verify.html import page
-from glmconv.verify.load import load_torch_dist, save_torch_dist
-from glmconv.verify.model import build_model
-from glmconv.verify.parallel import runtime
+from glmconv.verify.mcore.load import load_torch_dist, save_torch_dist
+from glmconv.verify.mcore.model import build_model
+from glmconv.verify.mcore.parallel import runtime
+from glmconv.verify.page.html import page
 from tests.support.mcore_train import optimizer_with_state
 
 TOKENS: dict[str, Any] = {"random": 2, "seq_len": 48}

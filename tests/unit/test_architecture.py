@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from glmconv.registry import FAMILIES
+from glmconv.tables.registry import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 MAPPINGS = sorted((ROOT / "mappings").glob("*.py"))
@@ -33,7 +33,12 @@ DATA = (
 )
 """All that a table may consist of: literals, names and calls of the vocabulary."""
 
-VOCABULARY = {"glmconv.dims", "glmconv.dtypes", "glmconv.rules", "glmconv.transforms"}
+VOCABULARY = {
+    "glmconv.tables.dims",
+    "glmconv.basics.dtypes",
+    "glmconv.tables.rules",
+    "glmconv.tables.transforms",
+}
 
 
 def imports(path: Path) -> set[str]:
@@ -65,7 +70,12 @@ def test_mappings_import_the_vocabulary_only(path: Path) -> None:
 @pytest.mark.parametrize("path", BRIDGES, ids=lambda p: p.name)
 def test_bridges_import_mappings_and_the_spec_only(path: Path) -> None:
     allowed = {"__future__", "collections.abc", "typing", "dataclasses"}
-    allowed |= {"glmconv.bridge", "glmconv.config", "glmconv.evidence_config", "glmconv.spec"}
+    allowed |= {
+        "glmconv.tables.bridge",
+        "glmconv.tables.config",
+        "glmconv.tables.config_from_args",
+        "glmconv.tables.spec",
+    }
     assert {name for name in imports(path) if not name.startswith("mappings.")} <= allowed
 
 

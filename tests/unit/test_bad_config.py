@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridges.glm_moe_dsa import _express as express
-from glmconv.conversion import convert, plan_conversion
-from glmconv.errors import DataError, UsageError
-from glmconv.registry import get_bridge
-from glmconv.sources import SourceOptions
+from glmconv.basics.errors import DataError, UsageError
+from glmconv.commands.convert import convert, plan_conversion
+from glmconv.source.source import SourceOptions
+from glmconv.tables.registry import get_bridge
 from tests.support.checkpoints import raw_config, real_config
 from tests.support.plain import Plain, plain, refused
 

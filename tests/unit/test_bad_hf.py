@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glmconv.conversion import RunOptions, convert, plan_conversion
-from glmconv.errors import DataError, StorageError, UsageError
-from glmconv.hf.header import parse_header
-from glmconv.planner import TargetOptions
-from glmconv.sources import SourceOptions
+from glmconv.basics.errors import DataError, StorageError, UsageError
+from glmconv.commands.convert import RunOptions, convert, plan_conversion
+from glmconv.formats.safetensors.header import parse_header
+from glmconv.plan.planner import TargetOptions
+from glmconv.source.source import SourceOptions
 from tests.support.plain import (
     INDEX,
     Meddler,

@@ -19,17 +19,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from glmconv.checks.run import check
-from glmconv.conversion import convert
-from glmconv.dtypes import DType
-from glmconv.errors import DataError, StorageError, UsageError
-from glmconv.inspection import inspect
-from glmconv.opening import open_source
-from glmconv.planner import TargetOptions
-from glmconv.sources import SourceOptions
-from glmconv.stored import StoredChunk, StoredTensor
-from glmconv.torchdist.archive import saved
-from glmconv.torchdist.spellings import normalise
+from glmconv.basics.dtypes import DType
+from glmconv.basics.errors import DataError, StorageError, UsageError
+from glmconv.commands.check import check
+from glmconv.commands.convert import convert
+from glmconv.commands.inspect import inspect
+from glmconv.formats.torchdist.archive import saved
+from glmconv.plan.planner import TargetOptions
+from glmconv.source.locate import StoredChunk, StoredTensor
+from glmconv.source.open import open_source
+from glmconv.source.source import SourceOptions
+from glmconv.source.torchdist.spellings import normalise
 from tests.support.plain import Meddler, edit_json, plain, refused
 
 NORM = "decoder.final_layernorm.weight"

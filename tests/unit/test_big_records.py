@@ -18,14 +18,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from glmconv.conversion import RunOptions, convert
-from glmconv.dtypes import DType
-from glmconv.errors import DataError
-from glmconv.planner import TargetOptions
-from glmconv.torchdist.entries import TensorEntry
-from glmconv.torchdist.metadata import parse_metadata
-from glmconv.torchdist.record import MAX_PAYLOAD, payload_offset
-from glmconv.torchdist.writer import row_cuts
+from glmconv.basics.dtypes import DType
+from glmconv.basics.errors import DataError
+from glmconv.commands.convert import RunOptions, convert
+from glmconv.formats.torchdist.entries import TensorEntry
+from glmconv.formats.torchdist.metadata import parse_metadata
+from glmconv.formats.torchdist.record import MAX_PAYLOAD, payload_offset
+from glmconv.plan.planner import TargetOptions
+from glmconv.plan.to_torch_dist import row_cuts
 from tests.support.big_checkpoints import (
     EMBEDDING,
     GATE,

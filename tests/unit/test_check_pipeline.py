@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from glmconv.basics.errors import UsageError
+from glmconv.checks.findings import CheckReport
 from glmconv.checks.pipeline import check_pipeline, split, valid_starts
-from glmconv.checks.report import CheckReport
-from glmconv.errors import UsageError
-from glmconv.registry import get_bridge
-from glmconv.spec import ModelSpec
+from glmconv.tables.registry import get_bridge
+from glmconv.tables.spec import ModelSpec
 from tests.support.checkpoints import real_config
 
 

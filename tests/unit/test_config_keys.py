@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from glmconv.checks.report import CheckOptions
-from glmconv.checks.run import check
-from glmconv.config_keys import FORWARD, INERT
-from glmconv.conversion import RunOptions, convert
-from glmconv.errors import DataError
-from glmconv.planner import TargetOptions
-from glmconv.registry import get_bridge
-from glmconv.spec import ModelSpec
+from glmconv.basics.errors import DataError
+from glmconv.checks.findings import CheckOptions
+from glmconv.commands.check import check
+from glmconv.commands.convert import RunOptions, convert
+from glmconv.plan.planner import TargetOptions
+from glmconv.tables.config_keys import FORWARD, INERT
+from glmconv.tables.registry import get_bridge
+from glmconv.tables.spec import ModelSpec
 from tests.support.checkpoints import CONFIGS, MODELS, raw_config, real_config
 from tests.support.plain import edit_json, plain
 

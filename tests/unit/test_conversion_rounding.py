@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from glmconv.conversion import RunOptions, convert
+from glmconv.basics.errors import Interrupted
+from glmconv.commands.conversion_report import Report
+from glmconv.commands.convert import RunOptions, convert
 from glmconv.engine import Progress, Stop
-from glmconv.errors import Interrupted
-from glmconv.planner import TargetOptions
-from glmconv.report import Report
+from glmconv.plan.planner import TargetOptions
 from tests.support.plain import Plain, Tensor, plain
 
 Counts = tuple[int, int]

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from glmconv.comparison import diff
-from glmconv.conversion import RunOptions, convert
+from glmconv.basics.errors import DataError, Interrupted, StorageError, UsageError
+from glmconv.commands.conversion_report import Report
+from glmconv.commands.convert import RunOptions, convert
+from glmconv.commands.diff import diff
 from glmconv.engine import Progress, Stop
-from glmconv.errors import DataError, Interrupted, StorageError, UsageError
-from glmconv.ledger import prove
-from glmconv.plan import Plan
-from glmconv.planner import TargetOptions
-from glmconv.report import Report
-from glmconv.sources import SourceOptions
-from glmconv.target import literal_file
+from glmconv.plan.draft import literal_file
+from glmconv.plan.ledger import prove
+from glmconv.plan.plan import Plan
+from glmconv.plan.planner import TargetOptions
+from glmconv.source.source import SourceOptions
 from tests.support.conversions import assert_same_bytes
 from tests.support.plain import Meddler, Plain, plain, refused, shards_of, snapshot, without_privileges
 
@@ -444,14 +444,14 @@ def test_the_replaced_unit_is_never_published_again(
     new = made.write(tmp_path / "b")
     target, out = TargetOptions(to=to), tmp_path / "out"
     unit = convert(old, out, target=target).path
-    exchange = sys.modules["glmconv.engine.publish"]._exchange
+    exchange = sys.modules["glmconv.engine.publishing"]._exchange
 
     def killed(left: Path, right: Path) -> None:
         exchange(left, right)
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["glmconv.engine.publish"], "_exchange", killed)
+        patch.setattr(sys.modules["glmconv.engine.publishing"], "_exchange", killed)
         with pytest.raises(Killed):
             convert(new, out, target=target, run=AGAIN)
     if damage == "unit gone":

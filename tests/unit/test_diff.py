@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from glmconv.comparison import DiffOptions, DiffReport, diff
-from glmconv.differences import Difference
-from glmconv.errors import StorageError
-from glmconv.sources import SourceOptions
+from glmconv.basics.errors import StorageError
+from glmconv.commands.diff import DiffOptions, DiffReport, diff
+from glmconv.source.source import SourceOptions
+from glmconv.values.differences import Difference
 from tests.support.broken import configure, copy, drop, edit, put, run_cli, tensor_of
 from tests.support.conversions import to_hf, to_megatron
 
@@ -75,7 +75,7 @@ def test_places_count_from_the_tensor_and_not_from_a_block(
         return tensor
 
     put(broken, DOWN, change)
-    monkeypatch.setattr("glmconv.reading.Reader.blocks.__defaults__", (64,))
+    monkeypatch.setattr("glmconv.values.reader.Reader.blocks.__defaults__", (64,))
     [found] = odd(diff(checkpoint("qwen3"), broken)).values()
     assert (found.count, found.first) == (2, (50, 100))
     assert found.max_abs == pytest.approx(9, abs=0.1)

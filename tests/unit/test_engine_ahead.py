@@ -13,7 +13,7 @@ from glmconv.engine import HashMode, execute, unit_dir
 from glmconv.engine.ahead import AHEAD
 from glmconv.engine.files import OpenSource
 from glmconv.engine.outcome import CopyMode
-from glmconv.plan import Plan
+from glmconv.plan.plan import Plan
 from tests.support.engine_plans import Planner, expected_files, read_tree
 
 SIZE = (1 << 17) + 1000

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from glmconv.dtypes import DType
+from glmconv.basics.dtypes import DType
+from glmconv.basics.errors import DataError
 from glmconv.engine.casts import cast_block
 from glmconv.engine.rounding import CastOverflow, Rounding
-from glmconv.errors import DataError
 
 TORCH = {
     DType.F16: torch.float16,

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import glmconv.engine.clone as clone_module
+from glmconv.basics.errors import StorageError
 from glmconv.engine import CopyMode, HashMode, clone_refusal, execute, unit_dir
 from glmconv.engine.files import OpenSource
-from glmconv.errors import StorageError
-from glmconv.plan import Move, Plan
+from glmconv.plan.plan import Move, Plan
 from tests.support.engine_plans import Planner, expected_digests, expected_files, mixed_plan, read_tree
 
 REFUSED = [errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSPC, errno.ETXTBSY, errno.ENOTTY]

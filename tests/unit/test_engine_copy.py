@@ -20,12 +20,12 @@ import glmconv.engine.hashes
 import glmconv.engine.run
 import glmconv.engine.segments
 import glmconv.engine.slots
-from glmconv.dtypes import DType
+from glmconv.basics.dtypes import DType
+from glmconv.basics.errors import DataError, StorageError
 from glmconv.engine import CopyMode, HashMode, Outcome, execute, hash_range, tree_digest, unit_dir
 from glmconv.engine.clone import extents
 from glmconv.engine.files import OpenSource
-from glmconv.errors import DataError, StorageError
-from glmconv.plan import Equal, Move, Plan, SourceFile
+from glmconv.plan.plan import Equal, Move, Plan, SourceFile
 from tests.support.engine_plans import (
     Planner,
     column_shards,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from glmconv.basics.errors import DataError, GlmconvError, Interrupted, StorageError
 from glmconv.engine import Outcome, Stop, execute, unit_dir
 from glmconv.engine.journal import Finished, Found, open_journal
-from glmconv.errors import DataError, GlmconvError, Interrupted, StorageError
-from glmconv.plan import Plan, SourceFile
+from glmconv.plan.plan import Plan, SourceFile
 from tests.support.engine_plans import Planner, expected_files, read_tree
 
 SOURCE = SourceFile("/models/shard", 1000, 123456789, "abc")

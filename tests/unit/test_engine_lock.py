@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import glmconv.engine.lock as lock_module
+from glmconv.basics.errors import StorageError
 from glmconv.engine import StagingLock
-from glmconv.errors import StorageError
 
 HOLD = """
 import sys, time

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from glmconv.basics.errors import StorageError
 from glmconv.engine import clone_refusal, destination, execute, unit_dir
-from glmconv.errors import StorageError
-from glmconv.plan import Move, Plan
+from glmconv.plan.plan import Move, Plan
 from tests.support.engine_plans import Planner, expected_digests, expected_files, mixed_plan, read_tree
 
 pytestmark = pytest.mark.slow

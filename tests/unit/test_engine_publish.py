@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from glmconv.basics.errors import StorageError, UsageError
 from glmconv.engine import (
     Destination,
     clean_up,
@@ -25,9 +26,8 @@ from glmconv.engine import (
 )
 from glmconv.engine import destination as destination_of
 from glmconv.engine.journal import open_journal
-from glmconv.engine.publish import State
-from glmconv.errors import StorageError, UsageError
-from glmconv.plan import Plan
+from glmconv.engine.publishing import State
+from glmconv.plan.plan import Plan
 
 
 def destination(

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from glmconv.basics.errors import Interrupted, StorageError, UsageError
 from glmconv.engine import Outcome, Progress, Stop, execute, unit_dir
 from glmconv.engine.commit import Committer
-from glmconv.errors import Interrupted, StorageError, UsageError
-from glmconv.plan import Plan
+from glmconv.plan.plan import Plan
 from tests.support.engine_plans import expected_digests, expected_files, mixed_plan, read_tree
 
 Mixed = tuple[Plan, dict[str, bytes]]

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from glmconv.dtypes import DType
+from glmconv.basics.dtypes import DType
 from glmconv.engine.schedule import Job, Schedule, unfinished
 from glmconv.engine.slots import TargetSlots
-from glmconv.plan import HASH_LEAF, Payload, TargetFile
+from glmconv.plan.plan import HASH_LEAF, Payload, TargetFile
 
 SIZES = [0, 1, HASH_LEAF - 1, HASH_LEAF, 0, HASH_LEAF + 1, 10 * HASH_LEAF, 5, 7, 0]
 

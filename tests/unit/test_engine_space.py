@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import glmconv.engine.clone as clone_module
+from glmconv.basics.errors import DataError, StorageError
 from glmconv.engine import execute, space_needed, space_taken, unit_dir
-from glmconv.errors import DataError, StorageError
-from glmconv.plan import Move
+from glmconv.plan.plan import Move
 from tests.support.engine_plans import Planner
 
 MIB = 1 << 20

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
+from glmconv.basics.errors import DataError, Defect, UsageError
 from glmconv.checks import CheckOptions, check
-from glmconv.conversion import convert, plan_conversion
-from glmconv.errors import DataError, Defect, UsageError
-from glmconv.evidence import compare, findings, says_router_bias, says_tied
-from glmconv.evidence_claims import CLAIMS
-from glmconv.evidence_fields import Fields
-from glmconv.inspection import inspect
-from glmconv.manifest import read_manifest
-from glmconv.planner import TargetOptions
-from glmconv.registry import get_bridge
-from glmconv.sources import SourceOptions
-from glmconv.spec import ModelSpec
-from glmconv.torchdist.common import read_common, write_common
-from glmconv.torchdist.training_args import args_namespace
+from glmconv.commands.convert import convert, plan_conversion
+from glmconv.commands.inspect import inspect
+from glmconv.formats.torchdist.common import read_common, write_common
+from glmconv.plan.planner import TargetOptions
+from glmconv.plan.training_args import args_namespace
+from glmconv.source.evidence import compare, findings, says_router_bias, says_tied
+from glmconv.source.evidence_claims import CLAIMS
+from glmconv.source.manifest import read_manifest
+from glmconv.source.source import SourceOptions
+from glmconv.tables.registry import get_bridge
+from glmconv.tables.spec import ModelSpec
+from glmconv.tables.trainer_fields import Fields
 from tests.support.checkpoints import load_config, load_tensors, raw_config, real_config
 from tests.support.trainer_args import PUBLIC_RUNS, filled
 
@@ -379,7 +379,7 @@ def test_the_run_config_of_megatron_bridge_is_compared_too(
 
 
 def test_a_nested_transformer_block_and_hostile_yaml(tmp_path: Path) -> None:
-    from glmconv.torchdist.run_config import read_run_config
+    from glmconv.source.torchdist.run_config import read_run_config
 
     file = tmp_path / "run_config.yaml"
     file.write_text(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from glmconv.dtypes import DType
-from glmconv.layout import Layout, expand_tied, hf_layout, megatron_layout
-from glmconv.registry import get_bridge
-from glmconv.rules import DIALECTS
-from glmconv.spec import ModelSpec
+from glmconv.basics.dtypes import DType
+from glmconv.tables.expand import Layout, expand_tied, hf_layout, megatron_layout
+from glmconv.tables.registry import get_bridge
+from glmconv.tables.rules import DIALECTS
+from glmconv.tables.spec import ModelSpec
 from tests.support.checkpoints import FULL_MODELS, real_config
 from tests.support.golden import load_golden
 

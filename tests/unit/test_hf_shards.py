@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from glmconv.conversion import convert, plan_conversion
-from glmconv.dtypes import DType
-from glmconv.hf.header import parse_header, write_header
-from glmconv.plan import Payload, TargetFile
-from glmconv.planner import TargetOptions
+from glmconv.basics.dtypes import DType
+from glmconv.commands.convert import convert, plan_conversion
+from glmconv.formats.safetensors.header import parse_header, write_header
+from glmconv.plan.plan import Payload, TargetFile
+from glmconv.plan.planner import TargetOptions
 from tests.support.checkpoints import raw_config
 from tests.support.plain import plain_of
 

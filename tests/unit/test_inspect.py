@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from glmconv.errors import DataError, StorageError
-from glmconv.inspection import inspect, ranges
+from glmconv.basics.errors import DataError, StorageError
+from glmconv.commands.inspect import inspect, ranges
 from tests.support.broken import configure, copy, run_cli
 from tests.support.checkpoints import load_tensors
 from tests.support.conversions import to_megatron

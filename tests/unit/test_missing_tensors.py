@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from glmconv.checks.run import check
-from glmconv.conversion import convert, plan_conversion
-from glmconv.errors import DataError
-from glmconv.hf.header import read_header
-from glmconv.planner import TargetOptions
-from glmconv.sources import SourceOptions
+from glmconv.basics.errors import DataError
+from glmconv.commands.check import check
+from glmconv.commands.convert import convert, plan_conversion
+from glmconv.formats.safetensors.header import read_header
+from glmconv.plan.planner import TargetOptions
+from glmconv.source.source import SourceOptions
 from tests.support.plain import Plain, edit_json, plain, refused
 from tests.support.trained import lose, set_args, trained
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from glmconv.basics.errors import DataError, UsageError
 from glmconv.checks import CheckOptions, check
-from glmconv.comparison import DiffOptions, diff
-from glmconv.conversion import convert, plan_conversion
-from glmconv.errors import DataError, UsageError
-from glmconv.inspection import inspect
-from glmconv.planner import TargetOptions
-from glmconv.rules import DIALECTS
-from glmconv.sources import SourceOptions
+from glmconv.commands.convert import convert, plan_conversion
+from glmconv.commands.diff import DiffOptions, diff
+from glmconv.commands.inspect import inspect
+from glmconv.plan.planner import TargetOptions
+from glmconv.source.source import SourceOptions
+from glmconv.tables.rules import DIALECTS
 from tests.support.plain import edit_json, plain, refused
 from tests.support.trained import trained
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from glmconv import SourceOptions, TargetOptions, convert
-from glmconv.conversion import RunOptions, plan_conversion
-from glmconv.errors import DataError
-from glmconv.plan import Blank
+from glmconv.basics.errors import DataError
+from glmconv.commands.convert import RunOptions, plan_conversion
+from glmconv.plan.plan import Blank
 from tests.support.plain import plain
 from tests.support.trained import set_args
 

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glmconv import reading
-from glmconv.dtypes import DType
-from glmconv.errors import DataError, StorageError
-from glmconv.layout import HfTensor
-from glmconv.plan import SourceFile
-from glmconv.reading import Reader, floats, rounded, stored_view
-from glmconv.stored import Located, Piece, StoredChunk, StoredTensor
+from glmconv.basics.dtypes import DType
+from glmconv.basics.errors import DataError, StorageError
+from glmconv.plan.plan import SourceFile
+from glmconv.source.locate import Located, Piece, StoredChunk, StoredTensor
+from glmconv.tables.expand import HfTensor
+from glmconv.values import reader as reading
+from glmconv.values.reader import Reader, floats, rounded, stored_view
 
 FLOATS = {
     DType.BF16: torch.bfloat16,

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from glmconv.crew import Meter, Step, work_through
+from glmconv.basics.threads import Meter, Step, work_through
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from glmconv.conversion import RunOptions, convert
-from glmconv.dtypes import DType
+from glmconv.basics.dtypes import DType
+from glmconv.basics.errors import DataError, Interrupted
+from glmconv.commands.convert import RunOptions, convert
 from glmconv.engine import Outcome, Stop, execute, unit_dir
 from glmconv.engine.journal import JOURNAL, open_journal
 from glmconv.engine.rounding import Rounding
-from glmconv.errors import DataError, Interrupted
-from glmconv.plan import Move, Plan
-from glmconv.planner import TargetOptions
+from glmconv.plan.plan import Move, Plan
+from glmconv.plan.planner import TargetOptions
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_plans import Planner, read_tree
 

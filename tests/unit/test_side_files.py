@@ -9,11 +9,11 @@ from pathlib import Path, PurePath
 
 import pytest
 
-from glmconv.conversion import convert
-from glmconv.errors import DataError
-from glmconv.planner import TargetOptions
-from glmconv.side_files import foreign_in_unit
-from glmconv.side_names import classify
+from glmconv.basics.errors import DataError
+from glmconv.commands.convert import convert
+from glmconv.plan.planner import TargetOptions
+from glmconv.plan.side_files import foreign_in_unit
+from glmconv.plan.side_names import classify
 from tests.support.plain import plain, refused
 
 COPIED = [

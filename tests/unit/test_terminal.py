@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from glmconv.conversion import convert
-from glmconv.errors import DataError, Defect
-from glmconv.shown import shown, shown_json
+from glmconv.basics.errors import DataError, Defect
+from glmconv.basics.printable import shown, shown_json
+from glmconv.commands.convert import convert
 from tests.support.plain import edit_json, plain
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e[red]bold[/red]\rgone\x7f"

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from glmconv.dtypes import DType
-from glmconv.errors import DataError, StorageError
-from glmconv.spec import Dsa, Mla, ModelSpec, Moe, Rope
-from glmconv.torchdist.common import (
+from glmconv.basics.dtypes import DType
+from glmconv.basics.errors import DataError, StorageError
+from glmconv.formats.torchdist.common import (
     METADATA_JSON,
     Opaque,
     StoredValue,
@@ -27,7 +26,8 @@ from glmconv.torchdist.common import (
     read_scalars,
     write_common,
 )
-from glmconv.torchdist.entries import Metadata, ObjectEntry
+from glmconv.formats.torchdist.entries import Metadata, ObjectEntry
+from glmconv.tables.spec import Dsa, Mla, ModelSpec, Moe, Rope
 
 DENSE = ModelSpec(
     model_type="dense",

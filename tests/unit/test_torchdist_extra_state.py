@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from glmconv.torchdist.extra_state import extra_state_names
+from glmconv.formats.torchdist.extra_state import extra_state_names
 
 
 @pytest.mark.parametrize(

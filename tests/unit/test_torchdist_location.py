@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from glmconv.errors import DataError, StorageError
-from glmconv.torchdist.location import Located, detect_layout, locate
+from glmconv.basics.errors import DataError, StorageError
+from glmconv.source.torchdist.location import Located, detect_layout, locate
 
 
 @pytest.fixture

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glmconv.dtypes import DType
-from glmconv.errors import DataError, StorageError
-from glmconv.torchdist.coverage import fault_of
-from glmconv.torchdist.emit import metadata_bytes
-from glmconv.torchdist.metadata import (
+from glmconv.basics.dtypes import DType
+from glmconv.basics.errors import DataError, StorageError
+from glmconv.formats.torchdist.coverage import fault_of
+from glmconv.formats.torchdist.metadata import (
     ALLOWED,
     Chunk,
     ObjectEntry,
@@ -25,10 +24,11 @@ from glmconv.torchdist.metadata import (
     payload_offsets,
     read_metadata,
 )
-from glmconv.torchdist.pickles import Policy, loads
-from glmconv.torchdist.reading import entries_of
-from glmconv.torchdist.record import frame
-from glmconv.torchdist.shortcuts import FIELDS
+from glmconv.formats.torchdist.metadata_reading import entries_of
+from glmconv.formats.torchdist.metadata_writing import metadata_bytes
+from glmconv.formats.torchdist.pickle.restricted import Policy, loads
+from glmconv.formats.torchdist.pickle.shortcuts import FIELDS
+from glmconv.formats.torchdist.record import frame
 
 
 def grid(shape: tuple[int, ...], cuts: tuple[int, ...]) -> TensorEntry:

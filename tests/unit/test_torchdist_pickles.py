@@ -20,13 +20,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glmconv import torchdist
-from glmconv.dtypes import DType
-from glmconv.errors import DataError, GlmconvError
-from glmconv.torchdist.emit import metadata_bytes
-from glmconv.torchdist.entries import Chunk, ObjectEntry, TensorEntry
-from glmconv.torchdist.metadata import ALLOWED, parse_metadata
-from glmconv.torchdist.pickles import Global, Node, Policy, loads
+from glmconv.basics.dtypes import DType
+from glmconv.basics.errors import DataError, GlmconvError
+from glmconv.formats import torchdist
+from glmconv.formats.torchdist.entries import Chunk, ObjectEntry, TensorEntry
+from glmconv.formats.torchdist.metadata import ALLOWED, parse_metadata
+from glmconv.formats.torchdist.metadata_writing import metadata_bytes
+from glmconv.formats.torchdist.pickle.restricted import Global, Node, Policy, loads
 
 ANYTHING = Policy()
 STRICT = Policy(allowed=ALLOWED)
@@ -66,7 +66,7 @@ PACKAGE = Path(torchdist.__file__).parent
 
 def test_nothing_in_the_package_imports_torch_or_a_reader_that_runs_pickles() -> None:
     modules = set()
-    for path in PACKAGE.glob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 modules |= {alias.name.partition(".")[0] for alias in node.names}

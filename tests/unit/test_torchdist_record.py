@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from glmconv.dtypes import DType
-from glmconv.errors import DataError, GlmconvError
-from glmconv.torchdist.record import MAX_PAYLOAD, contiguous_strides, frame, payload_offset
+from glmconv.basics.dtypes import DType
+from glmconv.basics.errors import DataError, GlmconvError
+from glmconv.formats.torchdist.record import MAX_PAYLOAD, contiguous_strides, frame, payload_offset
 
 SHAPES = [(), (1,), (0,), (3, 0), (7, 5), (300, 70_000), (2, 3, 4, 5), (1,) * 20]
 

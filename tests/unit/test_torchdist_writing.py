@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from glmconv.dtypes import DType
-from glmconv.torchdist import writing
-from glmconv.torchdist.emit import metadata_bytes
-from glmconv.torchdist.entries import Chunk, ObjectEntry, TensorEntry
+from glmconv.basics.dtypes import DType
+from glmconv.formats.torchdist.entries import Chunk, ObjectEntry, TensorEntry
+from glmconv.formats.torchdist.metadata_writing import metadata_bytes
+from glmconv.formats.torchdist.pickle import writing
 
 
 def test_joining_pieces_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:

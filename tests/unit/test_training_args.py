@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from glmconv.basics.dtypes import DType
 from glmconv.checks import check
-from glmconv.conversion import convert
-from glmconv.dtypes import DType
-from glmconv.planner import TargetOptions
-from glmconv.registry import get_bridge
-from glmconv.rules import DIALECTS
-from glmconv.spec import ModelSpec, Rope
-from glmconv.torchdist.common import read_common
-from glmconv.torchdist.parser_defaults import parser_defaults
-from glmconv.torchdist.training_args import args_namespace, unsaid
+from glmconv.commands.convert import convert
+from glmconv.formats.torchdist.common import read_common
+from glmconv.plan.parser_defaults import parser_defaults
+from glmconv.plan.planner import TargetOptions
+from glmconv.plan.training_args import args_namespace, unsaid
+from glmconv.tables.registry import get_bridge
+from glmconv.tables.rules import DIALECTS
+from glmconv.tables.spec import ModelSpec, Rope
 from tests.support.checkpoints import load_config, load_tensors, raw_config
 
 MODELS = ("qwen3", "qwen3-moe", "glm-4.5-air", "glm-5.2")

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from glmconv.dims import HIDDEN
-from glmconv.rules import Hf
-from glmconv.spec import Dsa, Mla, ModelSpec, Rope
-from glmconv.transforms import (
+from glmconv.tables.dims import HIDDEN
+from glmconv.tables.rules import Hf
+from glmconv.tables.spec import Dsa, Mla, ModelSpec, Rope
+from glmconv.tables.transforms import (
     ColumnHalfSwap,
     GateUp,
     GroupedQKV,

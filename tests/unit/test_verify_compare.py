@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from glmconv.verify.capture import Choice, Choices, Result
-from glmconv.verify.compare import (
+from glmconv.verify.measure.capture import Choice, Choices, Result
+from glmconv.verify.measure.compare import (
     hidden_error,
     pearson,
     relative_errors,
@@ -17,7 +17,7 @@ from glmconv.verify.compare import (
     selection_parity,
     tokens_alike,
 )
-from glmconv.verify.logprobs import LogprobMeter
+from glmconv.verify.measure.logprobs import LogprobMeter
 from tests.support.mcore_models import tiny
 
 SEQ, K, TIE = 40, 8, 1e-4

@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from glmconv.registry import get_bridge
-from glmconv.verify.faults import BY_NAME, FAULTS, Geometry
-from glmconv.verify.faults import geometry as geometry_of
+from glmconv.tables.registry import get_bridge
+from glmconv.verify.faults.faults import BY_NAME, FAULTS, Geometry
+from glmconv.verify.faults.faults import geometry as geometry_of
 from tests.support.checkpoints import MODELS, raw_config, tiny_tensors
 from tests.support.reference import DIALECTS, hf_to_megatron, hub_to_stacked, megatron_to_hf
 

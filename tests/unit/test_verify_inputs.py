@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from glmconv.conversion import convert
-from glmconv.errors import DataError, StorageError, UsageError
-from glmconv.registry import get_bridge
-from glmconv.sizes import parse_size
-from glmconv.sources import SourceOptions
-from glmconv.spec import ModelSpec
+from glmconv.basics.errors import DataError, StorageError, UsageError
+from glmconv.basics.sizes import parse_size
+from glmconv.commands.convert import convert
+from glmconv.source.source import SourceOptions
+from glmconv.tables.registry import get_bridge
+from glmconv.tables.spec import ModelSpec
 from glmconv.verify.options import VerifyOptions, parse_layers
 from glmconv.verify.pair import choose_device, open_pair, require_packages
 from glmconv.verify.tokens import shifted, tokens_for
@@ -83,7 +83,7 @@ def test_a_torch_dist_without_a_config_is_read_with_that_of_the_hf_side(
 
 
 def spec_of_files(hf: Path) -> ModelSpec:
-    from glmconv.opening import open_source
+    from glmconv.source.open import open_source
 
     return open_source(hf).spec
 

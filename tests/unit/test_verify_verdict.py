@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from glmconv.verify.compare import HiddenError, RoutingParity, SelectionParity
-from glmconv.verify.html import page
-from glmconv.verify.logprobs import LogprobParity
-from glmconv.verify.report import PlaceReport, Predictions, VerifyReport
-from glmconv.verify.verdict import BF16, FP32, judge
+from glmconv.verify.measure.compare import HiddenError, RoutingParity, SelectionParity
+from glmconv.verify.measure.logprobs import LogprobParity
+from glmconv.verify.measure.report import PlaceReport, Predictions, VerifyReport
+from glmconv.verify.measure.verdict import BF16, FP32, judge
+from glmconv.verify.page.html import page
 
 SMALL = HiddenError(max=3e-7, p99=2e-7, mean=1e-7, set_aside=0.0)
 SAME = SelectionParity(sparse_rows=40, pearson=1.0, overlap=1.0, with_ties=1.0, by_position=[1.0] * 32)

@@ -1,0 +1,1 @@
+"""What is on disk, nothing more: safetensors and torch_dist, read and framed."""

@@ -1,0 +1,1 @@
+"""Hugging Face safetensors files: headers, index, checkpoint folder."""

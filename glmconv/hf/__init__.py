@@ -1,1 +1,0 @@
-"""Hugging Face checkpoints: safetensors headers, the index, side files."""

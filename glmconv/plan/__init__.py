@@ -1,0 +1,1 @@
+"""Every byte of the output fixed before the first moves: moves, drafts, ledger."""

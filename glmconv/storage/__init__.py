@@ -1,0 +1,1 @@
+"""Where bytes lie: objects with an identity, read by ranges."""

@@ -1,0 +1,1 @@
+"""Tensors read and compared by value."""

@@ -1,0 +1,1 @@
+"""Faults put in on purpose, to show that verify would see them."""

@@ -1,0 +1,1 @@
+"""The transformers side of a parity run."""

@@ -1,0 +1,1 @@
+"""The megatron-core side of a parity run."""

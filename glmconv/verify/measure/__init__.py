@@ -1,0 +1,1 @@
+"""What is compared between the two sides, and the verdict."""
