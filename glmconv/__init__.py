@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from glmconv.basics.errors import GlmconvError as GlmconvError
-    from glmconv.checks import CheckOptions as CheckOptions
-    from glmconv.checks import check as check
+    from glmconv.checks.findings import CheckOptions as CheckOptions
+    from glmconv.commands.check import check as check
     from glmconv.commands.conversion_report import Report as Report
     from glmconv.commands.convert import RunOptions as RunOptions
     from glmconv.commands.convert import convert as convert
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CheckOptions": "glmconv.checks",
+    "CheckOptions": "glmconv.checks.findings",
     "DiffOptions": "glmconv.commands.diff",
     "GlmconvError": "glmconv.basics.errors",
     "Report": "glmconv.commands.conversion_report",
     "RunOptions": "glmconv.commands.convert",
     "SourceOptions": "glmconv.source.source",
     "TargetOptions": "glmconv.plan.planner",
-    "check": "glmconv.checks",
+    "check": "glmconv.commands.check",
     "convert": "glmconv.commands.convert",
     "diff": "glmconv.commands.diff",
     "inspect": "glmconv.commands.inspect",

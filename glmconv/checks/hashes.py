@@ -15,11 +15,12 @@ from glmconv.basics.errors import DataError, Defect, UsageError
 from glmconv.basics.threads import Meter, OnStep, work_through
 from glmconv.checks.findings import CheckReport, HashReport
 from glmconv.engine import hash_range, tree_digest
-from glmconv.formats.safetensors.checkpoint import plain_name, source_file
+from glmconv.formats.safetensors.checkpoint import plain_name
 from glmconv.formats.torchdist.metadata import FILE_NAME as METADATA
 from glmconv.formats.torchdist.metadata import read_metadata
-from glmconv.plan.plan import SourceFile
 from glmconv.source.manifest import FILE, read_manifest
+from glmconv.storage.local import identify
+from glmconv.storage.objects import OpenObject, StorageObject
 from glmconv.values.reader import Reader
 
 Range = tuple[int, int]
@@ -62,7 +63,7 @@ def check_hashes(report: CheckReport, unit: Path, workers: int, progress: OnStep
     """
     files = _manifest_files(unit)
     records = _records(unit) if (unit / METADATA).exists() else {}
-    sources: list[SourceFile] = []
+    sources: list[StorageObject] = []
     jobs: list[_Job] = []
     wrong: list[Defect] = []
     for file in files:
@@ -70,7 +71,7 @@ def check_hashes(report: CheckReport, unit: Path, workers: int, progress: OnStep
         if not path.is_file():
             wrong.append(Defect("missing-file", "the manifest names it, it does not exist", str(path)))
             continue
-        sources.append(source_file(path))
+        sources.append(identify(path))
         if sources[-1].size != file.size:
             said = f"has {sources[-1].size:,} bytes, the manifest says {file.size:,}"
             wrong.append(Defect("size", said, str(path), "copy the file again"))
@@ -134,7 +135,7 @@ def _bytes(value: Any) -> int:
 
 
 def _check_payload(reader: Reader, job: _Job, payload: _Payload, meter: Meter) -> Defect | None:
-    leaves = hash_range(reader.descriptor(job.number), payload.offset, payload.size)
+    leaves = hash_range(reader.object(job.number), payload.offset, payload.size)
     meter.add(payload.size)
     if tree_digest(leaves).hex() == payload.digest:
         return None
@@ -148,8 +149,8 @@ def _check_rest(reader: Reader, job: _Job, records: list[Range] | None, meter: M
     outside = _subtract([(0, job.file.size)], payloads)
     written = outside if records is None or not payloads else _subtract(records, payloads)
     hasher = xxhash.xxh3_128()
-    descriptor = reader.descriptor(job.number)
-    for data in _read(descriptor, written):
+    held = reader.object(job.number)
+    for data in _read(held, written):
         hasher.update(data)
     meter.add(sum(stop - start for start, stop in outside))
     if hasher.hexdigest() != job.file.literals:
@@ -159,18 +160,17 @@ def _check_rest(reader: Reader, job: _Job, records: list[Range] | None, meter: M
             else ("its bytes are not those that were written")
         )
         return Defect("hash", what, job.file.path, "copy the file again, or convert again")
-    if any(data.strip(b"\0") for data in _read(descriptor, _subtract(outside, written))):
+    if any(data.strip(b"\0") for data in _read(held, _subtract(outside, written))):
         return Defect("hash", "holds bytes in its padding, where zeros were written", job.file.path)
     return None
 
 
-def _read(descriptor: int, ranges: Iterable[Range]) -> Iterable[bytes]:
+def _read(held: OpenObject, ranges: Iterable[Range]) -> Iterable[bytearray]:
     for start, stop in ranges:
         for at in range(start, stop, STEP):
             want = min(STEP, stop - at)
-            data = os.pread(descriptor, want, at)
-            if len(data) < want:
-                raise DataError(f"the file ends at byte {at + len(data)}, {want - len(data)} bytes short")
+            data = bytearray(want)
+            held.read_into(memoryview(data), at)
             yield data
 
 

@@ -108,7 +108,7 @@ def _surroundings(report: CheckReport, unit: Path) -> None:
 
 def _stray_files(report: CheckReport, source: Source) -> None:
     """Safetensors files that the index does not name: nothing reads them, which may be a loss."""
-    known = {Path(file.path).name for file in source.files}
+    known = {Path(file.address).name for file in source.files}
     for file in sorted(source.path.glob("*.safetensors")):
         if file.name in known:
             continue

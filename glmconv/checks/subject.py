@@ -88,7 +88,7 @@ class Subject:
         located = self.source.tensors.get(name)
         if located is None or not located.pieces:
             return ""
-        return Path(self.source.files[located.pieces[0].file].path).name
+        return Path(self.source.files[located.pieces[0].file].address).name
 
     def place(self, name: str) -> str:
         """A tensor's name with its file and, where that is another, its name in the file."""

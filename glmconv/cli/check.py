@@ -11,8 +11,7 @@ import typer
 from glmconv.basics.errors import UsageError
 
 if TYPE_CHECKING:
-    from glmconv.checks import CheckReport
-    from glmconv.checks.findings import ComparedPart, IndexerReport
+    from glmconv.checks.findings import CheckReport, ComparedPart, IndexerReport
 
 FINDINGS_SHOWN = 20
 """Findings of one kind that are printed; ``--json`` has all."""
@@ -95,8 +94,9 @@ def command(
     place = path or model_path
     if place is None:
         raise UsageError("PATH is missing", hint="glmconv check CHECKPOINT")
-    from glmconv.checks import CheckOptions, check
+    from glmconv.checks.findings import CheckOptions
     from glmconv.cli.output import print_json, progress_bar
+    from glmconv.commands.check import check
     from glmconv.source.source import SourceOptions
 
     options = CheckOptions(

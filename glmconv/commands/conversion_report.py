@@ -136,10 +136,7 @@ def make_manifest(planned: Planned, report: Report) -> dict[str, Any]:
         "layout": planned.to,
         "dialect": planned.layout.name if planned.to == "megatron" else None,
         "source": {"path": str(source.path.resolve()), "layout": report.from_layout},
-        "sources": [
-            dict(zip(("path", "size", "mtime_ns", "ctime_ns", "header"), one.identity, strict=True))
-            for one in planned.plan.sources
-        ],
+        "sources": [one.named_identity for one in planned.plan.sources],
         "options": planned.plan.asked,
         "run": outcome.run if outcome else None,
         "config": None if report.config is None else str(report.config.resolve()),

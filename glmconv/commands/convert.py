@@ -41,7 +41,6 @@ from glmconv.engine import (
     unit_dir,
     write_atomically,
 )
-from glmconv.engine.files import storage_error
 from glmconv.engine.journal import JOURNAL
 from glmconv.engine.publishing import PUBLISHED
 from glmconv.engine.rounding import summary
@@ -52,6 +51,7 @@ from glmconv.source.manifest import read_manifest
 from glmconv.source.open import local_path, open_source
 from glmconv.source.source import SourceOptions
 from glmconv.source.torchdist.location import BRIDGE_TRACKER
+from glmconv.storage.errors import storage_error
 
 HELD_OPEN = (errno.EBUSY, errno.ENOTEMPTY)
 """What removing a directory says where a network filesystem keeps files that are still open elsewhere."""

@@ -14,16 +14,16 @@ from glmconv.basics.errors import DataError
 from glmconv.checks.subject import INDEXER, layers, templates
 from glmconv.commands.diff import describe_layout
 from glmconv.formats.safetensors.checkpoint import HfCheckpoint, open_hf
+from glmconv.formats.stored import StoredTensor
 from glmconv.formats.torchdist.common import read_common
-from glmconv.plan.plan import SourceFile
 from glmconv.plan.side_files import find_side_files, grouped
 from glmconv.source.evidence import Compared
-from glmconv.source.locate import StoredTensor
 from glmconv.source.manifest import FILE, read_manifest
 from glmconv.source.open import local_path, open_source
 from glmconv.source.source import Source, SourceOptions
 from glmconv.source.torchdist.location import detect_layout, locate
 from glmconv.source.torchdist.open import Unit, open_unit
+from glmconv.storage.objects import StorageObject
 from glmconv.tables.registry import get_bridge
 
 
@@ -117,7 +117,7 @@ def _understand(report: InspectReport, path: Path, options: SourceOptions) -> No
     report.evidence = source.evidence
 
 
-def _sizes(report: InspectReport, stored: Mapping[str, StoredTensor], files: list[SourceFile]) -> None:
+def _sizes(report: InspectReport, stored: Mapping[str, StoredTensor], files: list[StorageObject]) -> None:
     lines: dict[str, DtypeLine] = {}
     for tensor in stored.values():
         line = lines.setdefault(tensor.dtype.label, DtypeLine(tensor.dtype.label, 0, 0, 0))
@@ -219,8 +219,8 @@ def ranges(numbers: list[int]) -> str:
     return ", ".join(str(g[0]) if len(g) == 1 else f"{g[0]}-{g[-1]}" for g in groups)
 
 
-def _lines(stored: Mapping[str, StoredTensor], files: list[SourceFile], match: str) -> list[TensorLine]:
-    base = [Path(file.path).name for file in files]
+def _lines(stored: Mapping[str, StoredTensor], files: list[StorageObject], match: str) -> list[TensorLine]:
+    base = [Path(file.address).name for file in files]
     return [
         TensorLine(
             name,

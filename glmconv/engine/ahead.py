@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from glmconv.engine.clone import BLOCK, MIN_CLONE, Sharing
-from glmconv.engine.files import Sources
 from glmconv.engine.slots import TargetSlots
+from glmconv.storage.opened import OpenObjects
 
 AHEAD = 128
 """Payloads whose edges are asked for before their turn: some 100 reads keep a disk busy."""
@@ -15,7 +15,7 @@ AHEAD = 128
 class EdgesAhead:
     """Asks the kernel for the edges of one worker's next payloads; nothing waits for the answer."""
 
-    def __init__(self, sources: Sources, sharing: Sharing) -> None:
+    def __init__(self, sources: OpenObjects, sharing: Sharing) -> None:
         self._sources, self._sharing = sources, sharing
         self._slots: TargetSlots | None = None
         self._next = 0
@@ -41,5 +41,5 @@ class EdgesAhead:
             return
         self._last = block
         source = self._sources.get(src)
-        if self._sharing.may_clone(source.device):
-            os.posix_fadvise(source.fd, offset, 1, os.POSIX_FADV_WILLNEED)
+        if source.local_fd is not None and self._sharing.may_clone(source.device):
+            os.posix_fadvise(source.local_fd, offset, 1, os.POSIX_FADV_WILLNEED)

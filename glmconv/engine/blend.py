@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from glmconv.basics.errors import DataError, GlmconvError
-from glmconv.engine.files import OpenSource, Sources
 from glmconv.engine.rounding import CastOverflow, Rounding, tensor_overflow
 from glmconv.engine.segments import Runs, clipped_runs
 from glmconv.plan.plan import Move, Payload
+from glmconv.storage.objects import OpenObject
+from glmconv.storage.opened import OpenObjects
 
 FAR_ROWS = 1 << 14
 """A gap between source rows above which reading each row alone costs less than reading the gap."""
@@ -25,7 +26,7 @@ class _Part:
     move: Move
     runs: Runs
     view: memoryview
-    source: OpenSource
+    source: OpenObject
 
     @property
     def read_width(self) -> int:
@@ -40,7 +41,7 @@ class Blender:
     ``tally`` counts what casts lose, from when its user set it to zero.
     """
 
-    def __init__(self, sources: Sources, scratch: memoryview) -> None:
+    def __init__(self, sources: OpenObjects, scratch: memoryview) -> None:
         self._sources = sources
         self._scratch = scratch
         self.tally = Rounding()
@@ -63,7 +64,7 @@ class Blender:
             try:
                 self._place(_Part(move, runs, view[runs.dst - base :], source))
             except GlmconvError as error:
-                error.where = error.where or source.source.path
+                error.where = error.where or source.object.address
                 raise
         return copied, cast
 
@@ -83,7 +84,7 @@ class Blender:
                     cast_bytes(read, cast, Rounding())
                 except CastOverflow as error:
                     blocks.append(error)
-                    path = path or source.source.path
+                    path = path or source.object.address
         return tensor_overflow(payload, blocks, path)
 
     def _place(self, part: _Part) -> None:

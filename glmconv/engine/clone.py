@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from glmconv.basics.errors import StorageError
-from glmconv.engine.files import OpenSource, OpenTarget, check_sources, storage_error
-from glmconv.plan.plan import SourceFile
+from glmconv.engine.files import OpenTarget
+from glmconv.storage.errors import storage_error
+from glmconv.storage.objects import OpenObject, StorageObject
+from glmconv.storage.opened import examine_all
 
 FICLONERANGE = 0x4020940D  # _IOW(0x94, 13, struct file_clone_range), linux/fs.h
 BLOCK = 4096
@@ -136,7 +138,7 @@ def filesystem_type(device: int) -> str:
     return ""
 
 
-def extents(source: OpenSource, offset: int, size: int) -> Iterator[tuple[bool, int, int]]:
+def extents(source: OpenObject, offset: int, size: int) -> Iterator[tuple[bool, int, int]]:
     """A source range as (is a hole, offset, size), in order; only holes of ``MIN_HOLE`` or more are told."""
     end = offset + size
     while offset < end:
@@ -151,17 +153,19 @@ def extents(source: OpenSource, offset: int, size: int) -> Iterator[tuple[bool, 
             offset = stop
 
 
-def _seek(source: OpenSource, offset: int, end: int, whence: int) -> int:
+def _seek(source: OpenObject, offset: int, end: int, whence: int) -> int:
     """Next data or hole at or behind ``offset``, at most ``end``."""
+    if source.local_fd is None:
+        return offset if whence == os.SEEK_DATA else end
     try:
-        return min(os.lseek(source.fd, offset, whence), end)
+        return min(os.lseek(source.local_fd, offset, whence), end)
     except OSError as error:
         if error.errno == errno.ENXIO:  # nothing but a hole up to the file's end
             return end
         if error.errno in REFUSALS:  # the filesystem knows no holes: all is data
             source.sparse = False
             return offset if whence == os.SEEK_DATA else end
-        raise storage_error(error, source.source.path, "look for holes in the source") from error
+        raise storage_error(error, source.object.address, "look for holes in the source") from error
 
 
 class Sharing:
@@ -178,11 +182,11 @@ class Sharing:
         self._no_clone: set[int] = set()
         self._no_offload: set[int] = set()
 
-    def may_clone(self, device: int) -> bool:
-        """Whether files of this ``st_dev`` have not been refused so far."""
-        return self.mode != "copy" and device not in self._no_clone
+    def may_clone(self, device: int | None) -> bool:
+        """Whether files of this ``st_dev`` have not been refused so far; None: no local file."""
+        return self.mode != "copy" and device is not None and device not in self._no_clone
 
-    def probe(self, sources: Sequence[SourceFile], directory: Path) -> None:
+    def probe(self, sources: Sequence[StorageObject], directory: Path) -> None:
         """Try the largest source of each device. Under ``clone`` a refusal is a StorageError.
 
         DataError where a source changed since it was planned, StorageError where one is gone.
@@ -190,8 +194,11 @@ class Sharing:
         if self.mode == "copy":
             return
         largest: dict[int, tuple[int, Path]] = {}
-        for source, stat in zip(sources, check_sources(sources), strict=True):
-            device, file = stat.st_dev, Path(source.path)
+        for source, standing in zip(sources, examine_all(sources), strict=True):
+            device, file = standing.device, Path(source.address)
+            if device is None:
+                self._refuse_remote(source, directory)
+                continue
             largest[device] = max(largest.get(device, (-1, file)), (source.size, file))
         for device, (_, path) in largest.items():
             reason = clone_refusal(path, directory)
@@ -206,32 +213,48 @@ class Sharing:
             self.reason = reason
             self._no_clone.add(device)
 
+    def _refuse_remote(self, source: StorageObject, directory: Path) -> None:
+        """No extents can be shared with what lies on no filesystem of this machine."""
+        self.reason = "the source lies on no filesystem of this machine"
+        if self.mode == "clone":
+            raise StorageError(
+                f"cannot clone {source.address}: {self.reason}",
+                where=os.fspath(directory),
+                hint="use --copy-mode auto",
+            )
+
     def clone(
-        self, source: OpenSource, source_offset: int, target: OpenTarget, offset: int, size: int
+        self, source: OpenObject, source_offset: int, target: OpenTarget, offset: int, size: int
     ) -> bool:
         """Clone a block-aligned range; False when this range must be copied."""
+        if source.local_fd is None or source.device is None:
+            return False
         try:
-            clone_range(source.fd, source_offset, target.fd, offset, size)
+            clone_range(source.local_fd, source_offset, target.fd, offset, size)
         except OSError as error:
             if error.errno not in REFUSALS or self.mode == "clone":
-                raise storage_error(error, target.path, f"clone from {source.source.path}") from error
+                raise storage_error(error, target.path, f"clone from {source.object.address}") from error
             self.reason = f"the filesystem refused to share some ranges: {os.strerror(error.errno or 0)}"
             if error.errno in PERMANENT:
                 self._no_clone.add(source.device)
             return False
         return True
 
-    def may_offload(self, source: OpenSource) -> bool:
+    def may_offload(self, source: OpenObject) -> bool:
+        if source.device is None:
+            return False
         return self.mode == "auto" and self._offload and source.device not in self._no_offload
 
     def offload(
-        self, source: OpenSource, source_offset: int, target: OpenTarget, offset: int, size: int
+        self, source: OpenObject, source_offset: int, target: OpenTarget, offset: int, size: int
     ) -> int:
         """Let the kernel or the server copy; returns the bytes done (the rest must be read and written)."""
+        if source.local_fd is None or source.device is None:
+            return 0
         try:
-            return os.copy_file_range(source.fd, target.fd, size, source_offset, offset)
+            return os.copy_file_range(source.local_fd, target.fd, size, source_offset, offset)
         except OSError as error:
             if error.errno not in REFUSALS or error.errno == errno.ENOSPC:
-                raise storage_error(error, target.path, f"copy from {source.source.path}") from error
+                raise storage_error(error, target.path, f"copy from {source.object.address}") from error
             self._no_offload.add(source.device)
             return 0

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from glmconv.engine.files import OpenTarget, make_directories, storage_error, sync_directory
+from glmconv.engine.files import OpenTarget, make_directories, sync_directory
 from glmconv.engine.journal import Finished, Journal
 from glmconv.engine.slots import TargetSlots
+from glmconv.storage.errors import storage_error
 
 INTERVAL = 2.0
 """Seconds after which finished jobs are recorded even when they are small."""

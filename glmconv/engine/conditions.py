@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from glmconv.basics.errors import DataError
-from glmconv.engine.files import Sources
-from glmconv.plan.plan import Blank, Condition, Equal, Plan
+from glmconv.plan.plan import Plan
+from glmconv.source.conditions import Blank, Condition, Equal
+from glmconv.storage.opened import OpenObjects
 
 WINDOW = 1 << 20
 
 
 def check_conditions(plan: Plan) -> None:
     """Look at all conditions of a plan, as a run of it would. Raises DataError at the first that fails."""
-    sources = Sources(plan.sources)
+    sources = OpenObjects(plan.sources)
     try:
         for condition in plan.conditions:
             check_condition(condition, sources, lambda: None)
@@ -21,7 +22,7 @@ def check_conditions(plan: Plan) -> None:
         sources.close()
 
 
-def check_condition(condition: Condition, sources: Sources, check_stop: Callable[[], None]) -> None:
+def check_condition(condition: Condition, sources: OpenObjects, check_stop: Callable[[], None]) -> None:
     """Raise DataError unless the condition holds; StorageError where a source cannot be read."""
     if isinstance(condition, Equal):
         _check_equal(condition, sources, check_stop)
@@ -29,7 +30,7 @@ def check_condition(condition: Condition, sources: Sources, check_stop: Callable
         _check_blank(condition, sources, check_stop)
 
 
-def _check_equal(pair: Equal, sources: Sources, check_stop: Callable[[], None]) -> None:
+def _check_equal(pair: Equal, sources: OpenObjects, check_stop: Callable[[], None]) -> None:
     """Name both tensors and the first differing byte."""
     # Whole bytearrays compare at the speed of memory; views compare element by element.
     left, right = bytearray(min(WINDOW, pair.size)), bytearray(min(WINDOW, pair.size))
@@ -42,14 +43,15 @@ def _check_equal(pair: Equal, sources: Sources, check_stop: Callable[[], None]) 
         sources.get(pair.right).read_into(memoryview(right), pair.right_offset + start)
         if left != right:
             at = next(i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b)
+            there = sources.get(pair.right).object.address
             raise DataError(
                 f"{pair.name} and {pair.other} should be equal, but byte {start + at} of {pair.size} differs",
-                where=sources.get(pair.left).source.path,
-                hint=f"the other copy is in {sources.get(pair.right).source.path}; one of the two is wrong",
+                where=sources.get(pair.left).object.address,
+                hint=f"the other copy is in {there}; one of the two is wrong",
             )
 
 
-def _check_blank(blank: Blank, sources: Sources, check_stop: Callable[[], None]) -> None:
+def _check_blank(blank: Blank, sources: OpenObjects, check_stop: Callable[[], None]) -> None:
     source = sources.get(blank.file)
     for number in range(blank.count):
         first = blank.offset + number * blank.stride
@@ -61,6 +63,6 @@ def _check_blank(blank: Blank, sources: Sources, check_stop: Callable[[], None])
                 raise DataError(
                     f"{blank.name} has rows past the vocabulary that are not zero: they are no padding, "
                     "and dropping them would lose trained values",
-                    where=source.source.path,
+                    where=source.object.address,
                     hint="set vocab_size in config.json to the number of rows that the model has",
                 )

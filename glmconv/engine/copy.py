@@ -13,12 +13,14 @@ from typing import Protocol
 from glmconv.engine.ahead import EdgesAhead
 from glmconv.engine.blend import Blender
 from glmconv.engine.clone import MIN_CLONE, Sharing, block_size, extents
-from glmconv.engine.files import OpenSource, OpenTarget, Sources, write_all
+from glmconv.engine.files import OpenTarget, write_all
 from glmconv.engine.hashes import LeafHasher
 from glmconv.engine.rounding import CastOverflow, Rounding, SlotCount
 from glmconv.engine.segments import Segment, segments
 from glmconv.engine.slots import TargetSlots
 from glmconv.plan.plan import HASH_LEAF, Payload
+from glmconv.storage.objects import OpenObject
+from glmconv.storage.opened import OpenObjects
 
 WINDOW = 1 << 20
 """Bytes of memory that one worker moves at a time (a second window is scratch for strided reads)."""
@@ -100,7 +102,7 @@ class Window:
 class Copier:
     """Executes jobs for one worker."""
 
-    def __init__(self, sources: Sources, sharing: Sharing, hashing: bool, check_stop: StopCheck) -> None:
+    def __init__(self, sources: OpenObjects, sharing: Sharing, hashing: bool, check_stop: StopCheck) -> None:
         self.counters = Counters()
         self._sources = sources
         self._sharing = sharing
@@ -231,7 +233,7 @@ class Copier:
         else:
             self._spread(source, src_offset, at, size)
 
-    def _spread(self, source: OpenSource, src_offset: int, at: int, size: int) -> None:
+    def _spread(self, source: OpenObject, src_offset: int, at: int, size: int) -> None:
         """Copy a range; holes of the source stay holes."""
         for is_hole, offset, length in extents(source, src_offset, size):
             there = at + offset - src_offset
@@ -242,7 +244,7 @@ class Copier:
             else:
                 self._through(source, offset, there, length)
 
-    def _offload(self, source: OpenSource, src_offset: int, at: int, size: int) -> None:
+    def _offload(self, source: OpenObject, src_offset: int, at: int, size: int) -> None:
         """Let the kernel copy; the rest of a range that it refuses is read and written."""
         self._window.flush()
         done = 0
@@ -257,7 +259,7 @@ class Copier:
         self._hash_source(source, src_offset, done)
         self._through(source, src_offset + done, at + done, size - done)
 
-    def _through(self, source: OpenSource, src_offset: int, at: int, size: int) -> None:
+    def _through(self, source: OpenObject, src_offset: int, at: int, size: int) -> None:
         """Read into the window, hash, write when it is full."""
         done = 0
         while done < size:
@@ -270,7 +272,7 @@ class Copier:
             done += len(view)
             self.counters.copied += len(view)
 
-    def _hash_source(self, source: OpenSource, src_offset: int, size: int) -> None:
+    def _hash_source(self, source: OpenObject, src_offset: int, size: int) -> None:
         """Hash bytes that did not pass through the window, reading them once from the source."""
         if self._hasher is None or not size:
             return

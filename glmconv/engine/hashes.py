@@ -6,13 +6,12 @@ last one may be shorter). A payload's digest is the xxh3_128 of its leaf digests
 
 from __future__ import annotations
 
-import os
 from functools import cache
 
 import xxhash
 
-from glmconv.basics.errors import DataError
 from glmconv.plan.plan import HASH_LEAF
+from glmconv.storage.objects import OpenObject
 
 DIGEST_BYTES = 16
 ZERO_PAGE = memoryview(bytes(1 << 16))
@@ -77,19 +76,16 @@ class LeafHasher:
         self._position = 0
 
 
-def hash_range(fd: int, offset: int, size: int, window: int = 1 << 20) -> bytes:
-    """Leaf digests of ``size`` bytes at ``offset`` of an open file.
+def hash_range(source: OpenObject, offset: int, size: int) -> bytes:
+    """Leaf digests of ``size`` bytes at ``offset`` of an open object.
 
-    Raises DataError when the file ends before the range does.
+    Raises DataError when the object ends before the range does.
     """
     hasher = LeafHasher()
-    buffer = memoryview(bytearray(min(window, max(size, 1))))
-    done = 0
-    while done < size:
-        got = os.preadv(fd, [buffer[: size - done]], offset + done)
-        if got == 0:
-            raise DataError(f"the file ends at byte {offset + done}, {size - done} bytes short")
-        hasher.update(buffer[:got])
-        done += got
+    buffer = memoryview(bytearray(min(source.read_size, max(size, 1))))
+    for done in range(0, size, len(buffer)):
+        view = buffer[: size - done]
+        source.read_into(view, offset + done)
+        hasher.update(view)
     hasher.end_payload()
     return hasher.digests()

@@ -24,9 +24,11 @@ from typing import Any
 import xxhash
 
 from glmconv.basics.errors import DataError, StorageError
-from glmconv.engine.files import OpenTarget, storage_error, sync_directory
+from glmconv.engine.files import OpenTarget, sync_directory
 from glmconv.engine.rounding import SlotCount
 from glmconv.plan.plan import PLAN_FORMAT, Plan
+from glmconv.storage.errors import storage_error
+from glmconv.storage.objects import StorageObject
 
 JOURNAL = "journal"
 RESTART_HINT = "--overwrite discards it and starts again, another destination leaves it alone"
@@ -77,10 +79,10 @@ def _header(plan: Plan, hash_mode: str) -> dict[str, Any]:
     }
 
 
-_FIELDS = ("path", "size", "modification time", "time of change", "header")
+_SAID = {"mtime_ns": "modification time", "ctime_ns": "time of change"}
 
 
-def _refuse_mismatch(found: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+def _refuse_mismatch(found: dict[str, Any], wanted: dict[str, Any], plan: Plan, path: Path) -> None:
     """Raise when an earlier run was another one: by format, sources, plan or hash mode."""
     where = os.fspath(path)
     if found.get("format") != wanted["format"]:
@@ -88,7 +90,7 @@ def _refuse_mismatch(found: dict[str, Any], wanted: dict[str, Any], path: Path) 
             "the unfinished run here was made by another version of glmconv", where=where, hint=RESTART_HINT
         )
     _refuse_other_options(found["asked"], wanted["asked"], where)
-    _refuse_other_sources(found["sources"], wanted["sources"], where)
+    _refuse_other_sources(found["sources"], plan.sources, where)
     if found["plan"] != wanted["plan"]:
         raise StorageError(
             "the unfinished run here is another conversion: what it writes beside the weights differs "
@@ -118,9 +120,10 @@ def _refuse_other_options(before: dict[str, str], now: dict[str, str], where: st
         )
 
 
-def _refuse_other_sources(before: list[list[Any]], now: list[list[Any]], where: str) -> None:
+def _refuse_other_sources(before: list[list[Any]], now: list[StorageObject], where: str) -> None:
     """Name the first source that is another object than the unfinished run's."""
-    for old, new in zip(before, now, strict=False):
+    for old, wanted in zip(before, now, strict=False):
+        new = wanted.identity
         if old == new:
             continue
         if old[0] != new[0]:
@@ -130,7 +133,8 @@ def _refuse_other_sources(before: list[list[Any]], now: list[list[Any]], where: 
                 where=where,
                 hint=f"the command that began it resumes it; {RESTART_HINT}",
             )
-        what = next(name for name, a, b in zip(_FIELDS, old, new, strict=True) if a != b)
+        names = [_SAID.get(name, name) for name in wanted.named_identity]
+        what = next((name for name, a, b in zip(names, old, new, strict=False) if a != b), "identity")
         raise DataError(
             f"the source changed since the unfinished run here: the {what} of {new[0]} differs",
             where=where,
@@ -221,7 +225,7 @@ def open_journal(
             guard()
             os.ftruncate(fd, 0)
             return Journal(path, fd, secrets.token_hex(8), 0, guard), None
-        _refuse_mismatch(header, _header(plan, hash_mode), path)
+        _refuse_mismatch(header, _header(plan, hash_mode), plan, path)
         found, fence = _believed(data)
         journal = Journal(path, fd, str(header["run"]), fence + 1, guard)
         torn = b"" if data.endswith(b"\n") else b"\n"

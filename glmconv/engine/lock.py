@@ -21,7 +21,8 @@ from types import TracebackType
 from typing import Any
 
 from glmconv.basics.errors import StorageError
-from glmconv.engine.files import make_directories, storage_error, sync_directory
+from glmconv.engine.files import make_directories, sync_directory
+from glmconv.storage.errors import storage_error
 
 LOCK = "lock"
 

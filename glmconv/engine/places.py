@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glmconv.basics.errors import Defect, StorageError, UsageError
-from glmconv.engine.files import make_directories, storage_error
+from glmconv.engine.files import make_directories
+from glmconv.storage.errors import storage_error
 
 OVERWRITE_HINT = "use --overwrite to replace it, or choose another destination"
 

@@ -23,11 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from glmconv.engine.files import make_directories, storage_error, sync_directory
+from glmconv.engine.files import make_directories, sync_directory
 from glmconv.engine.journal import JOURNAL, read_header
 from glmconv.engine.lock import LOCK
 from glmconv.engine.outcome import Stop
 from glmconv.engine.places import Destination, unit_dir
+from glmconv.storage.errors import storage_error
 
 PUBLISHED = "published"
 OLD = "old"

@@ -15,7 +15,7 @@ from glmconv.engine.clone import Sharing
 from glmconv.engine.commit import Committer, TargetFiles
 from glmconv.engine.conditions import check_condition
 from glmconv.engine.copy import Copier, Counters
-from glmconv.engine.files import Sources, check_sources, make_directories, storage_error, sync_directory
+from glmconv.engine.files import make_directories, sync_directory
 from glmconv.engine.hashes import DIGEST_BYTES
 from glmconv.engine.journal import JOURNAL, Finished, Found, Journal, open_journal
 from glmconv.engine.outcome import CopyMode, HashMode, Outcome, Progress, Stop
@@ -24,6 +24,8 @@ from glmconv.engine.rounding import RoundingCounts
 from glmconv.engine.schedule import Job, Schedule, unfinished
 from glmconv.engine.slots import target_slots
 from glmconv.plan.plan import Plan
+from glmconv.storage.errors import storage_error
+from glmconv.storage.opened import OpenObjects, examine_all
 
 JOURNAL_BYTES = 256 << 20
 JOB_BYTES = 64 << 20
@@ -63,7 +65,7 @@ def execute(
     """
     if workers < 1:
         raise UsageError(f"{workers} workers cannot do anything", hint="use 1 or more")
-    check_sources(plan.sources)
+    examine_all(plan.sources)
     journal, found = _open(plan, staging, hash_mode, restart, guard)
     try:
         options = _Options(copy_mode, hash_mode, journal_bytes, stop or Stop())
@@ -191,7 +193,7 @@ class _Run:
         if self._failure is not None:
             raise self._failure
         self._stop.check()
-        check_sources(self._plan.sources)
+        examine_all(self._plan.sources)
         if progress is not None:
             progress(self._progress())
         return self._outcome()
@@ -217,7 +219,7 @@ class _Run:
             raise _Stopping
 
     def _work(self, worker: int) -> None:
-        sources = Sources(self._plan.sources)
+        sources = OpenObjects(self._plan.sources)
         try:
             copier = Copier(sources, self._sharing, self._options.hash_mode == "full", self._check_stop)
             self._counters.append(copier.counters)
@@ -232,7 +234,7 @@ class _Run:
         finally:
             sources.close()
 
-    def _check_conditions(self, sources: Sources) -> None:
+    def _check_conditions(self, sources: OpenObjects) -> None:
         while self._open_conditions:
             try:
                 index = self._open_conditions.pop()

@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 from glmconv.engine.clone import MIN_CLONE, Sharing, block_size
-from glmconv.engine.files import check_sources, storage_error
 from glmconv.engine.segments import LONG_RUN, normalized
 from glmconv.plan.plan import Move, Payload, Plan
+from glmconv.storage.errors import storage_error
+from glmconv.storage.opened import examine_all
 
 CLONE_COST = 2 * 4096
 """Bytes of the filesystem's own records that one cloned range takes, as measured on XFS and btrfs."""
@@ -21,12 +22,12 @@ def space_needed(plan: Plan, directory: Path, copy_mode: str) -> int:
     a range that is refused later is copied all the same, so this is an estimate, not a promise.
     Raises StorageError where ``clone`` is impossible or a source is gone, DataError where one has changed.
     """
-    stats = check_sources(plan.sources)
+    standings = examine_all(plan.sources)
     sharing = Sharing(copy_mode, directory, server_copy=False)
     sharing.probe(plan.sources, directory)
     block = block_size(directory)
-    cloning = [sharing.may_clone(stat.st_dev) for stat in stats]
-    written = [0] * len(stats)
+    cloning = [sharing.may_clone(standing.device) for standing in standings]
+    written = [0] * len(standings)
     need = plan.target_bytes
     for _, payload in plan.payloads():
         for move in payload.moves:
@@ -34,8 +35,7 @@ def space_needed(plan: Plan, directory: Path, copy_mode: str) -> int:
             need -= max(0, cloned - CLONE_COST * move.count)
             if move.cast is None:
                 written[move.src] += move.src_bytes - cloned
-    holes = (max(0, stat.st_size - stat.st_blocks * 512) for stat in stats)
-    return need - sum(min(hole, size) for hole, size in zip(holes, written, strict=True))
+    return need - sum(min(one.holes, size) for one, size in zip(standings, written, strict=True))
 
 
 def space_taken(directory: Path) -> int:

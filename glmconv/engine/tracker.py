@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from glmconv.engine.files import storage_error
 from glmconv.engine.publishing import write_atomically
+from glmconv.storage.errors import storage_error
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron's own name for the file that says which unit to load."""

@@ -11,14 +11,15 @@ from typing import Any
 
 from glmconv.basics.dtypes import DType
 from glmconv.basics.errors import Defect
-from glmconv.formats.safetensors.checkpoint import source_file
 from glmconv.formats.safetensors.origin import FILE as ORIGIN_FILE
 from glmconv.plan.moves import part_moves
-from glmconv.plan.plan import Move, Payload, SourceFile, TargetFile
+from glmconv.plan.plan import Move, Payload, TargetFile
 from glmconv.plan.side_files import find_side_files, grouped
 from glmconv.source.locate import Located
 from glmconv.source.manifest import FILE as MANIFEST_FILE
 from glmconv.source.source import Source
+from glmconv.storage.local import identify
+from glmconv.storage.objects import StorageObject
 from glmconv.tables.config import DTYPE_FIELDS
 from glmconv.tables.expand import Layout, Part, view2d
 
@@ -48,7 +49,7 @@ class DtypePolicy:
 class Draft:
     """A plan's targets in the making. ``repeated`` payloads copy bytes that others use too."""
 
-    sources: list[SourceFile]
+    sources: list[StorageObject]
     targets: list[TargetFile] = field(default_factory=list)
     repeated: set[str] = field(default_factory=set)
     widened: dict[str, DType] = field(default_factory=dict)
@@ -159,7 +160,7 @@ def add_side_files(draft: Draft, source: Source, folder: str, changes: Mapping[s
             text = json.dumps({**source.config, **changes}, indent=2) + "\n"
             draft.targets.append(literal_file(target, text.encode()))
             continue
-        file = source_file(source.hf_dir / name)
+        file = identify(source.hf_dir / name)
         draft.sources.append(file)
         whole = TargetFile(target, file.size)
         if file.size:

@@ -122,7 +122,7 @@ def prove(plan: Plan, wanted: Mapping[int, list[Runs]], stored_bytes: int, repea
     for file, runs in wanted.items():
         wrong = _covers(reads.get(file, []), runs)
         if wrong:
-            defects.append(Defect("ledger", wrong, plan.sources[file].path))
+            defects.append(Defect("ledger", wrong, plan.sources[file].address))
     for target in plan.targets:
         payloads = [(p.offset, p.offset + p.size) for p in target.payloads]
         wrong = _file_tiles(target.size, payloads, target.literals)

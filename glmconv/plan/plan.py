@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import xxhash
 
 from glmconv.basics.dtypes import DType
+from glmconv.source.conditions import Condition, Dropped
+from glmconv.storage.objects import StorageObject
 
 PLAN_FORMAT = 3
 """Raised whenever the meaning of a plan or journal changes: then no unfinished run of before is continued."""
@@ -84,69 +86,6 @@ class TargetFile:
     literals: list[tuple[int, bytes]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """A source of bytes, and what proves later that it is still the one that was planned.
-
-    ``path`` is absolute, links resolved. ``header_digest`` covers a safetensors header or a
-    ``.metadata`` file. ``ctime_ns`` is the time of the inode's last change: a copy that keeps its
-    source's modification time (``cp -p``, ``rsync -t``) has another.
-    """
-
-    path: str
-    size: int
-    mtime_ns: int
-    header_digest: str = ""
-    ctime_ns: int = 0
-
-    @property
-    def identity(self) -> list[str | int]:
-        """What tells this object from every other, as plain data."""
-        return [self.path, self.size, self.mtime_ns, self.ctime_ns, self.header_digest]
-
-
-@dataclass(frozen=True, slots=True)
-class Equal:
-    """Two source ranges of ``size`` bytes that must hold the same bytes (a dropped duplicate)."""
-
-    name: str
-    other: str
-    left: int
-    left_offset: int
-    right: int
-    right_offset: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Blank:
-    """``count`` runs of ``run`` source bytes that must be zero: what is dropped as padding is looked at."""
-
-    name: str
-    file: int
-    offset: int
-    run: int
-    count: int = 1
-    stride: int = 0
-
-    @property
-    def size(self) -> int:
-        return self.run * self.count
-
-
-Condition = Equal | Blank
-"""What must hold of the sources' bytes for the output to be right; looked at while a plan is carried out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A source tensor that the output does not hold, and why."""
-
-    name: str
-    reason: str
-    size: int
-
-
 @dataclass(slots=True)
 class Plan:
     """Sources, targets and what stays behind.
@@ -155,7 +94,7 @@ class Plan:
     ``digest`` identifies the plan (see :func:`plan_digest`).
     """
 
-    sources: list[SourceFile]
+    sources: list[StorageObject]
     targets: list[TargetFile]
     conditions: list[Condition] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)

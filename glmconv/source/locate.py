@@ -13,32 +13,9 @@ from math import prod
 
 from glmconv.basics.dtypes import DType
 from glmconv.basics.errors import Defect
-from glmconv.plan.plan import Blank, Dropped
+from glmconv.formats.stored import StoredTensor
+from glmconv.source.conditions import Blank, Dropped
 from glmconv.tables.expand import Box, HfTensor, Layout, Part, view2d
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A box of a stored tensor: its data starts at byte ``offset`` of source file ``file``."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: int
-    offset: int
-
-
-@dataclass(slots=True)
-class StoredTensor:
-    """A tensor of a checkpoint under the name that the checkpoint uses."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    chunks: list[StoredChunk]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

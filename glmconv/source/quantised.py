@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from glmconv.basics.errors import DataError
-from glmconv.source.locate import StoredTensor
+from glmconv.formats.stored import StoredTensor
 
 MAX_LISTED = 8
 QUANTISATION_FIELDS = ("quantization_config", "compression_config")

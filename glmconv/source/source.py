@@ -13,12 +13,14 @@ from glmconv.basics.dtypes import BY_TORCH_NAME, DType
 from glmconv.basics.errors import DataError, Defect, UsageError
 from glmconv.formats.safetensors.checkpoint import HfCheckpoint, open_hf
 from glmconv.formats.safetensors.origin import Origin
-from glmconv.plan.plan import Blank, Dropped, Equal, SourceFile
+from glmconv.formats.stored import StoredTensor
+from glmconv.source.conditions import Blank, Dropped, Equal
 from glmconv.source.evidence import Compared, compare, findings
-from glmconv.source.locate import Found, Located, StoredTensor, locate
+from glmconv.source.locate import Found, Located, locate
 from glmconv.source.quantised import refuse_quantised
 from glmconv.source.same_model import differences
 from glmconv.source.surplus import BY_DROP_MTP, drop_surplus_mtp, explain_unused
+from glmconv.storage.objects import StorageObject
 from glmconv.tables.bridge import Bridge
 from glmconv.tables.config import DTYPE_FIELDS
 from glmconv.tables.expand import HfTensor, Layout, hf_layout
@@ -85,7 +87,7 @@ class Source:
     spec: ModelSpec
     config: dict[str, Any]
     layout: str
-    files: list[SourceFile]
+    files: list[StorageObject]
     tensors: dict[str, Located] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     equal: list[Equal] = field(default_factory=list)
@@ -307,6 +309,6 @@ def _fill(source: Source, missing: dict[str, HfTensor], path: Path) -> None:
                 source.files.append(other.files[piece.file])
         pieces = tuple(replace(piece, file=numbers[piece.file]) for piece in one.pieces)
         source.tensors[name] = replace(one, pieces=pieces)
-        source.filled[name] = source.files[pieces[0].file].path
+        source.filled[name] = source.files[pieces[0].file].address
         source.warnings.append(Defect("filled", f"taken from {path}", name, severity="warning"))
         del missing[name]

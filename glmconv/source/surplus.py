@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from glmconv.basics.errors import Defect
-from glmconv.plan.plan import Dropped, Equal
-from glmconv.source.locate import Found, StoredTensor
+from glmconv.formats.stored import StoredTensor
+from glmconv.source.conditions import Dropped, Equal
+from glmconv.source.locate import Found
 from glmconv.tables.expand import expand_drops, expand_tied
 
 if TYPE_CHECKING:

@@ -6,8 +6,6 @@ integers of the element's width: the bits as they are stored. :func:`floats` giv
 
 from __future__ import annotations
 
-import os
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,16 +17,14 @@ from numpy.typing import NDArray
 
 from glmconv.basics.dtypes import DType
 from glmconv.basics.errors import DataError
-from glmconv.engine.files import storage_error
-from glmconv.plan.plan import SourceFile
-from glmconv.source.locate import Located, Piece, StoredTensor
+from glmconv.formats.stored import StoredTensor
+from glmconv.source.locate import Located, Piece
+from glmconv.storage.objects import OpenObject, StorageObject
+from glmconv.storage.opened import OpenObjects
 from glmconv.tables.expand import HfTensor, view2d
 
 WINDOW = 1 << 20
 """Elements of one block: 2 MiB of bf16, 4 MiB of fp32."""
-
-OPEN_FILES = 32
-"""Files that one reader keeps open: far under the usual limit of 1,024."""
 
 WASTE = 4
 """A strided range is read as a whole while at most one byte in this many is wanted."""
@@ -125,9 +121,8 @@ def nbytes(located: Located) -> int:
 class Reader:
     """One thread's open files and buffers. Not to be shared; use it as a context manager."""
 
-    def __init__(self, files: Sequence[SourceFile]) -> None:
-        self._files = files
-        self._open: OrderedDict[int, int] = OrderedDict()
+    def __init__(self, files: Sequence[StorageObject]) -> None:
+        self._files = OpenObjects(files)
         self._block = bytearray()
         self._strip = bytearray()
 
@@ -141,25 +136,11 @@ class Reader:
 
     def close(self) -> None:
         """Close all files."""
-        while self._open:
-            os.close(self._open.popitem()[1])
+        self._files.close()
 
-    def descriptor(self, number: int) -> int:
-        """An open descriptor of file ``number``, valid until the next call. Raises StorageError."""
-        found = self._open.get(number)
-        if found is not None:
-            self._open.move_to_end(number)
-            return found
-        while len(self._open) >= OPEN_FILES:
-            os.close(self._open.popitem(last=False)[1])
-        path = self._files[number].path
-        try:
-            found = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            os.posix_fadvise(found, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        except OSError as error:
-            raise storage_error(error, path, "open it") from error
-        self._open[number] = found
-        return found
+    def object(self, number: int) -> OpenObject:
+        """Object ``number``, open; valid until the next call. DataError, StorageError as it says."""
+        return self._files.get(number)
 
     def blocks(self, located: Located, window: int = WINDOW) -> Iterator[Block]:
         """The tensor in row-major order, ``window`` elements at most a block.
@@ -223,30 +204,15 @@ class Reader:
         size = into.itemsize
         run, stride = cols * size, piece.row_stride
         if (rows == 1 or stride == run) and into.flags.c_contiguous:
-            self._pread(piece.file, offset, into.reshape(-1).view(np.uint8).data)
+            self._files.get(piece.file).read_into(into.reshape(-1).view(np.uint8).data, offset)
         elif rows == 1 or stride <= WASTE * run:
             span = (rows - 1) * stride + run
             if len(self._strip) < span:
                 self._strip = bytearray(span)
-            self._pread(piece.file, offset, memoryview(self._strip)[:span])
+            self._files.get(piece.file).read_into(memoryview(self._strip)[:span], offset)
             strip: Bits = np.frombuffer(self._strip, np.uint8, span)
             apart = np.lib.stride_tricks.as_strided(strip, (rows, run), (stride, 1), writeable=False)
             into[:] = np.ascontiguousarray(apart).view(into.dtype)
         else:
             for i in range(rows):
                 self._read(piece, offset + i * stride, into[i : i + 1])
-
-    def _pread(self, number: int, offset: int, view: memoryview) -> None:
-        descriptor, done = self.descriptor(number), 0
-        while done < len(view):
-            try:
-                got = os.preadv(descriptor, [view[done:]], offset + done)
-            except OSError as error:
-                raise storage_error(error, self._files[number].path, "read it") from error
-            if got == 0:
-                raise DataError(
-                    f"ends at byte {offset + done:,}, {len(view) - done:,} bytes short of its headers",
-                    where=self._files[number].path,
-                    hint="let nothing write to the checkpoint meanwhile; if it lasts, copy the file again",
-                )
-            done += got

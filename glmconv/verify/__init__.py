@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from glmconv.verify.run import verify as verify
 
 _HOMES = {
-    "SelfTestReport": "selftest",
+    "SelfTestReport": "faults.selftest",
     "VerifyOptions": "options",
-    "VerifyReport": "report",
-    "self_test": "selftest",
+    "VerifyReport": "measure.report",
+    "self_test": "faults.selftest",
     "verify": "run",
 }
 

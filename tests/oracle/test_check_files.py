@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from glmconv.basics.errors import StorageError
-from glmconv.checks import CheckOptions, CheckReport, check
+from glmconv.checks.findings import CheckOptions, CheckReport
+from glmconv.commands.check import check
 from glmconv.source.source import SourceOptions
 from tests.support.broken import INDEX, configure, copy, drop, edit, put, run_cli, shard_of, tensor_of
 from tests.support.conversions import to_megatron

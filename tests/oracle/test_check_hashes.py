@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from glmconv.basics.errors import UsageError
-from glmconv.checks import CheckOptions, CheckReport, check
+from glmconv.checks.findings import CheckOptions, CheckReport
+from glmconv.commands.check import check
 from tests.support.broken import flip, shard_of, tensor_of
 from tests.support.conversions import to_hf, to_megatron
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from glmconv.basics.errors import UsageError
-from glmconv.checks import CheckOptions, CheckReport, check
+from glmconv.checks.findings import CheckOptions, CheckReport
+from glmconv.commands.check import check
 from glmconv.source.source import SourceOptions
 from tests.support.broken import configure, copy, drop, edit, put, run_cli
 from tests.support.conversions import to_hf, to_megatron

@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from glmconv.basics.errors import Defect
-from glmconv.checks import CheckOptions, CheckReport, check
+from glmconv.checks.findings import CheckOptions, CheckReport
+from glmconv.commands.check import check
 from glmconv.source.source import SourceOptions
 from tests.support.broken import configure, copy, edit, put, tensor_of
 from tests.support.checkpoints import load_config, load_tensors

@@ -24,7 +24,6 @@ from glmconv.basics.dtypes import BY_TORCH_NAME, DType
 from glmconv.basics.errors import DataError
 from glmconv.formats.torchdist.common import (
     METADATA_JSON,
-    args_namespace,
     common_state,
     read_common,
     read_scalars,
@@ -41,6 +40,7 @@ from glmconv.formats.torchdist.metadata import (
 )
 from glmconv.formats.torchdist.metadata_writing import metadata_bytes
 from glmconv.formats.torchdist.record import frame
+from glmconv.plan.training_args import args_namespace
 from glmconv.source.torchdist.location import locate
 from tests.support import mcore_models, mcore_run, torchdist_jobs
 from tests.support.torchdist_jobs import bytes_of, sample

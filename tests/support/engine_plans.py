@@ -13,7 +13,10 @@ import numpy as np
 import xxhash
 
 from glmconv.basics.dtypes import DType
-from glmconv.plan.plan import HASH_LEAF, Condition, Equal, Move, Payload, Plan, SourceFile, TargetFile
+from glmconv.plan.plan import HASH_LEAF, Move, Payload, Plan, TargetFile
+from glmconv.source.conditions import Condition, Equal
+from glmconv.storage.local import identify
+from glmconv.storage.objects import StorageObject
 
 
 @dataclass
@@ -22,7 +25,7 @@ class Planner:
 
     root: Path
     seed: int = 0
-    sources: list[SourceFile] = field(default_factory=list)
+    sources: list[StorageObject] = field(default_factory=list)
     targets: list[TargetFile] = field(default_factory=list)
     conditions: list[Condition] = field(default_factory=list)
 
@@ -37,8 +40,7 @@ class Planner:
 
     def adopt(self, path: Path) -> int:
         """A source file that exists."""
-        stat = path.stat()
-        self.sources.append(SourceFile(os.fspath(path), stat.st_size, stat.st_mtime_ns, "header"))
+        self.sources.append(identify(path, "header"))
         return len(self.sources) - 1
 
     def target(self, path: str) -> TargetFile:
@@ -118,14 +120,14 @@ def mixed_plan(root: Path, seed: int = 0, scale: int = 1) -> Plan:
             planner.straight(target, src, rng.randrange(100_000), size)
         planner.straight(target, src, 4096, (2 << 20) + 17)
     planner.target("only-a-literal")
-    pair = (planner.sources[0].path, 0, 0)
+    pair = (planner.sources[0].address, 0, 0)
     planner.conditions.append(Equal("left", "right", pair[1], 10, pair[2], 10, 3 << 20))
     return planner.plan()
 
 
 def expected_files(plan: Plan) -> dict[str, bytes]:
     """Every target file, built run by run with no regard for speed."""
-    data = [Path(source.path).read_bytes() for source in plan.sources]
+    data = [Path(source.address).read_bytes() for source in plan.sources]
     files = {}
     for target in plan.targets:
         out = bytearray(target.size)

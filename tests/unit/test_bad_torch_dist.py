@@ -24,9 +24,9 @@ from glmconv.basics.errors import DataError, StorageError, UsageError
 from glmconv.commands.check import check
 from glmconv.commands.convert import convert
 from glmconv.commands.inspect import inspect
+from glmconv.formats.stored import StoredChunk, StoredTensor
 from glmconv.formats.torchdist.archive import saved
 from glmconv.plan.planner import TargetOptions
-from glmconv.source.locate import StoredChunk, StoredTensor
 from glmconv.source.open import open_source
 from glmconv.source.source import SourceOptions
 from glmconv.source.torchdist.spellings import normalise

@@ -11,9 +11,9 @@ import pytest
 import glmconv.engine.clone as clone_module
 from glmconv.engine import HashMode, execute, unit_dir
 from glmconv.engine.ahead import AHEAD
-from glmconv.engine.files import OpenSource
 from glmconv.engine.outcome import CopyMode
 from glmconv.plan.plan import Plan
+from glmconv.storage.local import LocalFile
 from tests.support.engine_plans import Planner, expected_files, read_tree
 
 SIZE = (1 << 17) + 1000
@@ -37,9 +37,9 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[int] = []
         self.late: list[int] = []
-        read_into, advise = OpenSource.read_into, os.posix_fadvise
+        read_into, advise = LocalFile.read_into, os.posix_fadvise
 
-        def reading(source: OpenSource, view: memoryview, offset: int) -> None:
+        def reading(source: LocalFile, view: memoryview, offset: int) -> None:
             if offset // 4096 not in self.asked:
                 self.late.append(offset)
             read_into(source, view, offset)
@@ -49,7 +49,7 @@ class Seen:
                 self.asked.append(offset // 4096)
             advise(fd, offset, size, advice)
 
-        monkeypatch.setattr(OpenSource, "read_into", reading)
+        monkeypatch.setattr(LocalFile, "read_into", reading)
         monkeypatch.setattr(os, "posix_fadvise", advising)
 
 

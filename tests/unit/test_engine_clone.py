@@ -15,8 +15,8 @@ import pytest
 import glmconv.engine.clone as clone_module
 from glmconv.basics.errors import StorageError
 from glmconv.engine import CopyMode, HashMode, clone_refusal, execute, unit_dir
-from glmconv.engine.files import OpenSource
 from glmconv.plan.plan import Move, Plan
+from glmconv.storage.local import LocalFile
 from tests.support.engine_plans import Planner, expected_digests, expected_files, mixed_plan, read_tree
 
 REFUSED = [errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSPC, errno.ETXTBSY, errno.ENOTTY]
@@ -94,13 +94,13 @@ def test_without_hashing_only_the_edges_are_read(
 ) -> None:
     use(monkeypatch, FakeKernel())
     reads: list[int] = []
-    read_into = OpenSource.read_into
+    read_into = LocalFile.read_into
 
-    def counting(self: OpenSource, view: memoryview, offset: int) -> None:
+    def counting(self: LocalFile, view: memoryview, offset: int) -> None:
         reads.append(len(view))
         read_into(self, view, offset)
 
-    monkeypatch.setattr(OpenSource, "read_into", counting)
+    monkeypatch.setattr(LocalFile, "read_into", counting)
     plan = aligned_plan(tmp_path).plan()
     outcome = execute(plan, staging, hash_mode="none")
     assert sum(reads) <= 8 * 2 * 4096
@@ -113,13 +113,13 @@ def test_with_hashing_every_byte_is_read_once(
 ) -> None:
     use(monkeypatch, FakeKernel())
     reads: list[int] = []
-    read_into = OpenSource.read_into
+    read_into = LocalFile.read_into
 
-    def counting(self: OpenSource, view: memoryview, offset: int) -> None:
+    def counting(self: LocalFile, view: memoryview, offset: int) -> None:
         reads.append(len(view))
         read_into(self, view, offset)
 
-    monkeypatch.setattr(OpenSource, "read_into", counting)
+    monkeypatch.setattr(LocalFile, "read_into", counting)
     plan = aligned_plan(tmp_path).plan()
     execute(plan, staging)
     assert sum(reads) == plan.payload_bytes

@@ -24,8 +24,9 @@ from glmconv.basics.dtypes import DType
 from glmconv.basics.errors import DataError, StorageError
 from glmconv.engine import CopyMode, HashMode, Outcome, execute, hash_range, tree_digest, unit_dir
 from glmconv.engine.clone import extents
-from glmconv.engine.files import OpenSource
-from glmconv.plan.plan import Equal, Move, Plan, SourceFile
+from glmconv.plan.plan import Move, Plan
+from glmconv.source.conditions import Equal
+from glmconv.storage.local import MTIME, LocalFile, identify
 from tests.support.engine_plans import (
     Planner,
     column_shards,
@@ -86,8 +87,9 @@ def test_a_payload_digest_is_the_hash_of_its_leaf_digests(tmp_path: Path) -> Non
     target = planner.target("file")
     payload = planner.straight(target, planner.source(9 << 20), 3, (8 << 20) + 5)
     outcome = run(planner.plan(), tmp_path / "s")
-    with open(unit_dir(tmp_path / "s") / "file", "rb") as file:
-        leaves = hash_range(file.fileno(), payload.offset, payload.size)
+    written = LocalFile(identify(unit_dir(tmp_path / "s") / "file"))
+    leaves = hash_range(written, payload.offset, payload.size)
+    written.close()
     assert len(leaves) == 3 * 16
     assert outcome.leaves["file", 0] == leaves
     assert outcome.digest("file", 0) == tree_digest(leaves)
@@ -173,7 +175,9 @@ def test_holes_of_a_sparse_source_stay_holes(tmp_path: Path) -> None:
     with open(written[1], "rb") as file:
         file.seek(3 + (88 << 20) + 123 + (-3) % 4096)
         assert file.read(4000) == b"data" * 1000
-        assert outcome.leaves["file-1", 0] == hash_range(file.fileno(), 4096, 1 << 29)
+    held = LocalFile(identify(written[1]))
+    assert outcome.leaves["file-1", 0] == hash_range(held, 4096, 1 << 29)
+    held.close()
 
 
 def test_extents_tell_holes_and_data_in_order(tmp_path: Path) -> None:
@@ -182,12 +186,11 @@ def test_extents_tell_holes_and_data_in_order(tmp_path: Path) -> None:
         file.truncate(4 << 20)
         file.seek(1 << 20)
         file.write(b"x" * (1 << 20))
-    stat = path.stat()
-    source = OpenSource(SourceFile(os.fspath(path), stat.st_size, stat.st_mtime_ns))
+    source = LocalFile(identify(path))
     try:
         found = list(extents(source, 100, (4 << 20) - 100))
     finally:
-        os.close(source.fd)
+        source.close()
     assert [kind for kind, _, _ in found] == [True, False, True]
     assert found[0][1:] == (100, (1 << 20) - 100)
     assert sum(size for _, _, size in found) == (4 << 20) - 100
@@ -205,12 +208,12 @@ def two_payloads(root: Path) -> Planner:
 @pytest.mark.parametrize("change", ["shrink", "grow", "touch"])
 def test_a_changed_source_is_refused_before_any_work(tmp_path: Path, change: str) -> None:
     plan = two_payloads(tmp_path).plan()
-    path = Path(plan.sources[0].path)
+    path = Path(plan.sources[0].address)
     if change == "touch":
         os.utime(path, ns=(0, 0))
     else:
         os.truncate(path, (1 << 20) if change == "shrink" else (4 << 20))
-        os.utime(path, ns=(plan.sources[0].mtime_ns,) * 2)
+        os.utime(path, ns=(int(dict(plan.sources[0].version)[MTIME]),) * 2)
     with pytest.raises(DataError, match=r"shrank|grew|modified") as caught:
         run(plan, tmp_path / "s")
     assert caught.value.where == os.fspath(path)
@@ -229,7 +232,7 @@ def test_a_source_that_changes_meanwhile_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     plan = two_payloads(tmp_path).plan()
-    path = Path(plan.sources[0].path)
+    path = Path(plan.sources[0].address)
     copier_run = glmconv.engine.copy.Copier.run
 
     def changing(self: object, *args: object) -> object:
@@ -246,14 +249,14 @@ def test_a_source_that_changes_meanwhile_is_an_error(
 
 def test_a_missing_source_is_a_storage_error(tmp_path: Path) -> None:
     plan = two_payloads(tmp_path).plan()
-    os.unlink(plan.sources[0].path)
+    os.unlink(plan.sources[0].address)
     with pytest.raises(StorageError, match="No such file"):
         run(plan, tmp_path / "s")
 
 
 def test_duplicates_that_differ_are_named_with_the_first_byte(tmp_path: Path) -> None:
     planner = two_payloads(tmp_path)
-    data = bytearray(Path(planner.sources[0].path).read_bytes())
+    data = bytearray(Path(planner.sources[0].address).read_bytes())
     data[(2 << 20) + 77] ^= 1
     other = planner.source(0, bytes(data))
     planner.conditions.append(Equal("embedding", "mtp.embedding", 0, 5, other, 5, (3 << 20) - 5))
@@ -287,4 +290,4 @@ def test_an_overflowing_cast_names_tensor_and_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="100 values do not fit F16") as caught:
         run(planner.plan(), tmp_path / "s")
     assert caught.value.where == "t0"
-    assert f"of 100 values, from {planner.sources[0].path}" in caught.value.what
+    assert f"of 100 values, from {planner.sources[0].address}" in caught.value.what

@@ -11,10 +11,11 @@ import pytest
 from glmconv.basics.errors import DataError, GlmconvError, Interrupted, StorageError
 from glmconv.engine import Outcome, Stop, execute, unit_dir
 from glmconv.engine.journal import Finished, Found, open_journal
-from glmconv.plan.plan import Plan, SourceFile
+from glmconv.plan.plan import Plan
+from glmconv.storage.objects import StorageObject
 from tests.support.engine_plans import Planner, expected_files, read_tree
 
-SOURCE = SourceFile("/models/shard", 1000, 123456789, "abc")
+SOURCE = StorageObject("/models/shard", 1000, (("mtime_ns", 123456789), ("ctime_ns", 0)), "abc")
 PLAN = Plan([SOURCE], [], digest="the plan")
 
 
@@ -141,10 +142,18 @@ def test_what_is_forgotten_is_to_be_done_again(tmp_path: Path) -> None:
     ("change", "error", "text"),
     [
         ({"size": 999}, DataError, "the size of /models/shard differs"),
-        ({"mtime_ns": 1}, DataError, "the modification time of /models/shard differs"),
+        (
+            {"version": (("mtime_ns", 1), ("ctime_ns", 0))},
+            DataError,
+            "the modification time of /models/shard differs",
+        ),
         ({"header_digest": "abd"}, DataError, "the header of /models/shard differs"),
-        ({"ctime_ns": 1}, DataError, "the time of change of /models/shard differs"),
-        ({"path": "/models/other"}, StorageError, "reads /models/shard, this one /models/other"),
+        (
+            {"version": (("mtime_ns", 123456789), ("ctime_ns", 1))},
+            DataError,
+            "the time of change of /models/shard differs",
+        ),
+        ({"address": "/models/other"}, StorageError, "reads /models/shard, this one /models/other"),
     ],
 )
 def test_changed_sources_are_refused(

@@ -94,7 +94,7 @@ def test_clone_is_refused_and_a_changed_source_told(tmp_path: Path, monkeypatch:
     plan = straight(tmp_path).plan()
     with pytest.raises(StorageError, match="cannot share extents"):
         space_needed(plan, tmp_path, "clone")
-    os.truncate(plan.sources[0].path, 5000)
+    os.truncate(plan.sources[0].address, 5000)
     with pytest.raises(DataError, match="shrank"):
         space_needed(plan, tmp_path, "auto")
 
@@ -102,7 +102,7 @@ def test_clone_is_refused_and_a_changed_source_told(tmp_path: Path, monkeypatch:
 def test_a_source_that_vanishes_or_changes_before_the_first_clone_is_told(tmp_path: Path) -> None:
     """Between the look at all sources and the trial of a clone, a file may go."""
     plan = straight(tmp_path).plan()
-    path = Path(plan.sources[0].path)
+    path = Path(plan.sources[0].address)
     sharing = clone_module.Sharing("auto", tmp_path, server_copy=False)
     os.utime(path, ns=(0, 0))
     with pytest.raises(DataError, match="was modified since it was planned"):

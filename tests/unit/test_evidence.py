@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from glmconv.basics.errors import DataError, Defect, UsageError
-from glmconv.checks import CheckOptions, check
+from glmconv.checks.findings import CheckOptions
+from glmconv.commands.check import check
 from glmconv.commands.convert import convert, plan_conversion
 from glmconv.commands.inspect import inspect
 from glmconv.formats.torchdist.common import read_common, write_common

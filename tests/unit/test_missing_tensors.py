@@ -98,7 +98,7 @@ class TestTiedRun:
         assert plan_conversion(out).source.spec.tied
 
     def test_check_says_it(self, tmp_path: Path) -> None:
-        from glmconv.checks import CheckOptions
+        from glmconv.checks.findings import CheckOptions
 
         self.run(tmp_path, "qwen3")
         report = check(tmp_path / "run", CheckOptions(source=SourceOptions(origin_hf_dir=tmp_path / "start")))
@@ -168,7 +168,7 @@ class TestRunWithoutRouterBias:
         assert all(not any(data) for name, data in written.items() if name.endswith(BIAS))
 
     def test_checked_and_read(self, tmp_path: Path) -> None:
-        from glmconv.checks import CheckOptions
+        from glmconv.checks.findings import CheckOptions
 
         self.run(tmp_path, "glm-5.2")
         source = SourceOptions(origin_hf_dir=tmp_path / "hf")

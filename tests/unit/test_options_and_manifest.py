@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from glmconv.basics.errors import DataError, UsageError
-from glmconv.checks import CheckOptions, check
+from glmconv.checks.findings import CheckOptions
+from glmconv.commands.check import check
 from glmconv.commands.convert import convert, plan_conversion
 from glmconv.commands.diff import DiffOptions, diff
 from glmconv.commands.inspect import inspect

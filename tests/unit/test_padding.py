@@ -10,7 +10,7 @@ import pytest
 from glmconv import SourceOptions, TargetOptions, convert
 from glmconv.basics.errors import DataError
 from glmconv.commands.convert import RunOptions, plan_conversion
-from glmconv.plan.plan import Blank
+from glmconv.source.conditions import Blank
 from tests.support.plain import plain
 from tests.support.trained import set_args
 

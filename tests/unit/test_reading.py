@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from glmconv.basics.dtypes import DType
 from glmconv.basics.errors import DataError, StorageError
-from glmconv.plan.plan import SourceFile
-from glmconv.source.locate import Located, Piece, StoredChunk, StoredTensor
+from glmconv.formats.stored import StoredChunk, StoredTensor
+from glmconv.source.locate import Located, Piece
+from glmconv.storage.local import identify
+from glmconv.storage.objects import StorageObject
+from glmconv.storage.opened import OpenObjects
 from glmconv.tables.expand import HfTensor
 from glmconv.values import reader as reading
 from glmconv.values.reader import Reader, floats, rounded, stored_view
@@ -26,9 +29,9 @@ FLOATS = {
 }
 
 
-def write(path: Path, data: bytes) -> SourceFile:
+def write(path: Path, data: bytes) -> StorageObject:
     path.write_bytes(data)
-    return SourceFile(str(path), len(data), 0)
+    return identify(path)
 
 
 def numbers(rows: int, cols: int, dtype: type = np.uint16) -> np.ndarray:
@@ -115,7 +118,7 @@ def test_rows_far_apart_are_read_one_by_one(tmp_path: Path) -> None:
             stream.seek(row * stride)
             stream.write(numbers(rows, cols)[row].tobytes())
     located = Located(HfTensor("x", (rows, cols)), DType.BF16, (Piece(0, 0, 0, 0, rows, cols, stride),))
-    with Reader([SourceFile(str(path), path.stat().st_size, 0)]) as reader:
+    with Reader([identify(path)]) as reader:
         assert np.array_equal(reader.whole(located), numbers(rows, cols))
         assert len(reader._strip) <= 2 * cols * reading.WASTE
 
@@ -193,7 +196,7 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
 def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:
     located = Located(HfTensor("x", (1,)), DType.BF16, (Piece(0, 0, 0, 0, 1, 1, 2),))
     with (
-        Reader([SourceFile(str(tmp_path / "gone"), 2, 0)]) as reader,
+        Reader([StorageObject(str(tmp_path / "gone"), 2)]) as reader,
         pytest.raises(StorageError, match="gone"),
     ):
         reader.whole(located)
@@ -206,12 +209,12 @@ def test_elements_in_no_piece_are_an_error(tmp_path: Path) -> None:
         reader.whole(located)
 
 
-def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "OPEN_FILES", 3)
+def test_few_files_stay_open(tmp_path: Path) -> None:
     files = [write(tmp_path / f"{i}", np.uint16(i).tobytes()) for i in range(9)]
-    pieces = tuple(Piece(i, 0, i, 0, 1, 1, 2) for i in range(9))
-    with Reader(files) as reader:
-        assert reader.whole(Located(HfTensor("x", (9,)), DType.BF16, pieces)).reshape(-1).tolist() == list(
-            range(9)
-        )
-        assert len(reader._open) == 3
+    objects = OpenObjects(files, limit=3)
+    opened = [objects.get(number) for number in (*range(9), 8)]
+    view = memoryview(bytearray(2))
+    opened[-1].read_into(view, 0)
+    assert bytes(view) == np.uint16(8).tobytes()
+    assert len({one.local_fd for one in opened}) == 3
+    objects.close()

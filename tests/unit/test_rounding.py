@@ -161,7 +161,7 @@ def test_an_overflow_tells_the_whole_tensor(tmp_path: Path) -> None:
         assert message.startswith("layers.0.weight: 3 values do not fit F16")
         assert "largest magnitude is 3000000.0" in message
         assert "of 4,000,000 values" in message
-        assert planner.sources[0].path in message
+        assert planner.sources[0].address in message
         assert "bf16" in caught.value.hint
 
 

@@ -19,7 +19,6 @@ from glmconv.formats.torchdist.common import (
     METADATA_JSON,
     Opaque,
     StoredValue,
-    args_namespace,
     common_state,
     read_archive,
     read_common,
@@ -27,6 +26,7 @@ from glmconv.formats.torchdist.common import (
     write_common,
 )
 from glmconv.formats.torchdist.entries import Metadata, ObjectEntry
+from glmconv.plan.training_args import args_namespace
 from glmconv.tables.spec import Dsa, Mla, ModelSpec, Moe, Rope
 
 DENSE = ModelSpec(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from glmconv.basics.dtypes import DType
-from glmconv.checks import check
+from glmconv.commands.check import check
 from glmconv.commands.convert import convert
 from glmconv.formats.torchdist.common import read_common
 from glmconv.plan.parser_defaults import parser_defaults

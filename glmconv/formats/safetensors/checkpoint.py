@@ -9,11 +9,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from glmconv.basics.digest import digest_bytes
-from glmconv.basics.errors import DataError, Defect, StorageError
+from glmconv.basics.errors import DataError, Defect
 from glmconv.basics.json_files import MAX_INDEX, parse_json, read_bounded, read_json
 from glmconv.formats.safetensors.header import Header, read_header
-from glmconv.plan.plan import SourceFile
-from glmconv.source.locate import StoredChunk, StoredTensor
+from glmconv.formats.stored import StoredChunk, StoredTensor
+from glmconv.storage.local import identify
+from glmconv.storage.objects import StorageObject
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -27,21 +28,10 @@ class HfCheckpoint:
 
     path: Path
     config: dict[str, Any]
-    files: list[SourceFile] = field(default_factory=list)
+    files: list[StorageObject] = field(default_factory=list)
     headers: dict[str, Header] = field(default_factory=dict)
     stored: dict[str, StoredTensor] = field(default_factory=dict)
     index: bytes | None = None
-
-
-def source_file(path: Path, header_digest: str = "") -> SourceFile:
-    """Identity of a source file for the plan. Raises StorageError."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise StorageError(f"cannot read: {error.strerror}", where=str(path)) from error
-    return SourceFile(
-        str(path.resolve()), status.st_size, status.st_mtime_ns, header_digest, status.st_ctime_ns
-    )
 
 
 def open_hf(path: Path) -> HfCheckpoint:
@@ -71,7 +61,7 @@ def open_hf(path: Path) -> HfCheckpoint:
 def _add_shard(checkpoint: HfCheckpoint, name: str, file: Path, defects: list[Defect]) -> None:
     header = read_header(file)
     number = len(checkpoint.files)
-    checkpoint.files.append(source_file(file, digest_bytes(header.text)))
+    checkpoint.files.append(identify(file, digest_bytes(header.text)))
     checkpoint.headers[name] = header
     for entry in header.entries:
         if entry.name in checkpoint.stored:

@@ -22,7 +22,6 @@ from glmconv.formats.torchdist.entries import Metadata, ObjectEntry
 from glmconv.formats.torchdist.pickle.restricted import Global, Node, Persistent, Policy, loads
 from glmconv.formats.torchdist.pickle.writing import integer, named, plain_tuple, text
 from glmconv.formats.torchdist.record import payload_bytes, pread, stored_tensor
-from glmconv.plan.training_args import args_namespace
 
 __all__ = [
     "COMMON_FILE",
@@ -30,7 +29,6 @@ __all__ = [
     "METADATA_JSON",
     "Opaque",
     "StoredValue",
-    "args_namespace",
     "common_state",
     "read_archive",
     "read_common",

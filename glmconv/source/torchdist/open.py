@@ -11,12 +11,13 @@ from typing import Any
 from glmconv.basics.digest import digest_bytes
 from glmconv.basics.errors import DataError, Defect, UsageError
 from glmconv.basics.json_files import read_json
-from glmconv.formats.safetensors.checkpoint import INDEX, SINGLE, open_hf, source_file
+from glmconv.formats.safetensors.checkpoint import INDEX, SINGLE, open_hf
 from glmconv.formats.safetensors.origin import FILE as ORIGIN_FILE
 from glmconv.formats.safetensors.origin import Origin
+from glmconv.formats.stored import StoredChunk, StoredTensor
 from glmconv.formats.torchdist.metadata import Metadata, payload_offsets, read_metadata
-from glmconv.plan.plan import Dropped, SourceFile
-from glmconv.source.locate import StoredChunk, StoredTensor, locate
+from glmconv.source.conditions import Dropped
+from glmconv.source.locate import locate
 from glmconv.source.manifest import FILE as MANIFEST_FILE
 from glmconv.source.manifest import HF_DIR, read_dialect, read_manifest, read_widened
 from glmconv.source.quantised import refuse_quantised
@@ -34,6 +35,8 @@ from glmconv.source.torchdist.unsaid import (
     tied_by_its_run,
     zero_router_biases,
 )
+from glmconv.storage.local import identify
+from glmconv.storage.objects import StorageObject
 from glmconv.tables.config_from_args import (
     ArgsReader,
     family_said,
@@ -56,7 +59,7 @@ class Unit:
     root: Path
     iteration: int | None
     stored: dict[str, StoredTensor]
-    files: list[SourceFile]
+    files: list[StorageObject]
     metadata: Metadata
     trainer_state: dict[str, int]
 
@@ -105,10 +108,12 @@ def _refuse_overlaps(unit: Path, metadata: Metadata) -> None:
         raise DataError("records overlap", where=str(unit / ".metadata"), defects=defects)
 
 
-def _files(unit: Path, metadata: Metadata, names: Iterable[str]) -> tuple[list[SourceFile], dict[str, int]]:
+def _files(
+    unit: Path, metadata: Metadata, names: Iterable[str]
+) -> tuple[list[StorageObject], dict[str, int]]:
     used = sorted({chunk.file for name in names for chunk in metadata.tensors[name].chunks})
     digest = digest_bytes((unit / ".metadata").read_bytes())
-    return [source_file(unit / name, digest) for name in used], {name: i for i, name in enumerate(used)}
+    return [identify(unit / name, digest) for name in used], {name: i for i, name in enumerate(used)}
 
 
 def open_megatron_source(path: Path, options: SourceOptions) -> Source:

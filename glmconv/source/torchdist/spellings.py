@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from glmconv.basics.errors import DataError, Defect
-from glmconv.source.locate import StoredChunk, StoredTensor
+from glmconv.formats.stored import StoredChunk, StoredTensor
 
 NOT_MODEL = (
     "optimizer.",

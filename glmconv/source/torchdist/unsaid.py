@@ -14,9 +14,10 @@ from typing import Any
 
 from glmconv.basics.dtypes import DType
 from glmconv.basics.errors import DataError, Defect, StorageError
+from glmconv.formats.stored import StoredTensor
 from glmconv.formats.torchdist.common import read_common
 from glmconv.formats.torchdist.entries import Metadata
-from glmconv.source.locate import Found, Located, StoredTensor
+from glmconv.source.locate import Found, Located
 from glmconv.source.source import Source
 from glmconv.tables.rules import ROUTER_BIAS, UNTIED, Table
 

@@ -187,7 +187,7 @@ def _tensors(source: Source, prefixes: tuple[str, ...], renamed: Mapping[str, st
             wanted.setdefault(stored.chunks[0].file, []).append(name)
     tensors: dict[str, Tensor] = {}
     for number, names in wanted.items():
-        with safe_open(source.files[number].path, framework="pt") as file:
+        with safe_open(source.files[number].address, framework="pt") as file:
             tensors |= {renamed.get(name, name): file.get_tensor(name) for name in names}
     return tensors
 
