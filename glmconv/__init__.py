@@ -13,6 +13,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from glmconv.basics.version import __version__
+
 if TYPE_CHECKING:
     from glmconv.basics.errors import GlmconvError as GlmconvError
     from glmconv.checks.findings import CheckOptions as CheckOptions
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from glmconv.plan.planner import TargetOptions as TargetOptions
     from glmconv.source.open import open_source as open_source
     from glmconv.source.source import SourceOptions as SourceOptions
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "CheckOptions": "glmconv.checks.findings",

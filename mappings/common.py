@@ -22,6 +22,7 @@ from glmconv.tables.dims import (
     TWICE_HIDDEN,
     VOCAB,
 )
+from glmconv.tables.hf import Hf
 from glmconv.tables.rules import (
     DENSE,
     MOE,
@@ -31,7 +32,6 @@ from glmconv.tables.rules import (
     SHARED_EXPERTS,
     UNTIED,
     Drop,
-    Hf,
     Rule,
     Tied,
 )

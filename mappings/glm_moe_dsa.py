@@ -8,13 +8,13 @@ rotates the last indexer channels; slime and miles hang the indexer directly und
 from __future__ import annotations
 
 from glmconv.tables.dims import HIDDEN, INDEX_HEAD, INDEX_HEADS, INDEX_ROWS, Q_LORA
+from glmconv.tables.hf import Hf
 from glmconv.tables.rules import (
     HALF_SPLIT_INDEXER,
     INDEXER,
     INTERLEAVED_INDEXER,
     SHARES_INDEX,
     Drop,
-    Hf,
     Rule,
     Table,
 )

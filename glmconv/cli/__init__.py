@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from glmconv import __version__
 from glmconv.basics.errors import GlmconvError
+from glmconv.basics.version import __version__
 from glmconv.cli import streams
 
 app = typer.Typer(

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from glmconv import __version__
 from glmconv.basics.digest import digest_bytes
 from glmconv.basics.errors import Defect
+from glmconv.basics.version import __version__
 from glmconv.engine import Outcome
 from glmconv.plan.ledger import Ledger
 from glmconv.plan.planner import Planned

@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from glmconv import __version__
 from glmconv.basics.errors import StorageError
+from glmconv.basics.version import __version__
 from glmconv.engine import clone_refusal
 from glmconv.engine.clone import filesystem_type
 

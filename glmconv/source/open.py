@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from glmconv.basics.errors import StorageError, UsageError
-from glmconv.source.source import Source, SourceOptions, open_hf_source
+from glmconv.source.safetensors import open_hf_source
+from glmconv.source.source import Source, SourceOptions
 from glmconv.source.torchdist.location import detect_layout
 from glmconv.source.torchdist.open import open_megatron_source
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from glmconv.basics.errors import Defect
 from glmconv.formats.stored import StoredTensor
 from glmconv.source.conditions import Dropped, Equal
 from glmconv.source.locate import Found
+from glmconv.source.source import Source
 from glmconv.tables.expand import expand_drops, expand_tied
-
-if TYPE_CHECKING:
-    from glmconv.source.source import Source
 
 BY_DROP_MTP = "MTP layer, dropped by --drop-mtp"
 

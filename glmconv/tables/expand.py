@@ -12,7 +12,8 @@ from math import prod
 
 from glmconv.basics.dtypes import DType
 from glmconv.basics.errors import DataError
-from glmconv.tables.rules import Axis, Drop, Hf, Rule, Table, When
+from glmconv.tables.hf import Hf
+from glmconv.tables.rules import Axis, Drop, Rule, Table, When
 from glmconv.tables.spec import ModelSpec
 from glmconv.tables.transforms import Same, Transform, stored_size
 

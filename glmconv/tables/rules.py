@@ -10,14 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from glmconv.basics.dtypes import DType
-from glmconv.tables.dims import Dim
 from glmconv.tables.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from glmconv.tables.transforms import Transform
+from glmconv.tables.transforms import Transform
 
 DIALECTS = ("mcore", "mcore-0.18", "slime", "miles")
 """How tensors of a torch_dist checkpoint are named and ordered."""
@@ -35,20 +30,6 @@ class When:
 
     def __repr__(self) -> str:
         return self.name
-
-
-@dataclass(frozen=True, slots=True, init=False)
-class Hf:
-    """A tensor under its hub name, with the sizes of its axes. ``lock``: kept in this dtype."""
-
-    name: str
-    dims: tuple[Dim, ...]
-    lock: DType | None
-
-    def __init__(self, name: str, *dims: Dim, lock: DType | None = None) -> None:
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "dims", dims)
-        object.__setattr__(self, "lock", lock)
 
 
 @dataclass(frozen=True, slots=True)

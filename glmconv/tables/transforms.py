@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol, runtime_checkable
 
 from glmconv.basics.errors import DataError
-from glmconv.tables.rules import Hf
+from glmconv.tables.hf import Hf
 from glmconv.tables.spec import ModelSpec
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glmconv import __version__
 from glmconv.basics.errors import UsageError
 from glmconv.basics.memory import rss_anon
+from glmconv.basics.version import __version__
 from glmconv.tables.expand import megatron_layout
 from glmconv.tables.spec import ModelSpec
 from glmconv.verify.hf.side import HfSide

@@ -15,7 +15,8 @@ import pytest
 
 import glmconv.plan.planner
 from glmconv.tables.expand import Layout, megatron_layout
-from glmconv.tables.rules import Hf, Rule, Table
+from glmconv.tables.hf import Hf
+from glmconv.tables.rules import Rule, Table
 from glmconv.tables.spec import ModelSpec
 from glmconv.tables.transforms import ColumnHalfSwap, GateUp, GroupedQKV, RopeHalfSwap, Same, Span, Transform
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from glmconv.tables.registry import FAMILIES
+
+draw_floors: Any = importlib.import_module("draw_floors")  # tests.support put scripts on the path
 
 ROOT = Path(__file__).resolve().parents[2]
 MAPPINGS = sorted((ROOT / "mappings").glob("*.py"))
@@ -35,6 +39,7 @@ DATA = (
 
 VOCABULARY = {
     "glmconv.tables.dims",
+    "glmconv.tables.hf",
     "glmconv.basics.dtypes",
     "glmconv.tables.rules",
     "glmconv.tables.transforms",
@@ -104,6 +109,24 @@ def test_the_core_names_no_family() -> None:
                 text = "" if node.value == "llama3" else node.value.lower()
                 guilty += [f"{path.relative_to(ROOT)}: {word}" for word in words if word in text]
     assert guilty == []
+
+
+def test_imports_run_downwards() -> None:
+    assert draw_floors.upward() == []
+
+
+def test_no_imports_form_a_circle() -> None:
+    assert draw_floors.circle() == []
+
+
+def test_every_module_has_a_floor() -> None:
+    loose = {name for name in draw_floors.modules() if draw_floors.floor(name) is None}
+    assert loose == {"glmconv", "glmconv.__main__"}
+
+
+def test_the_drawn_floors_are_current() -> None:
+    """``python scripts/draw_floors.py`` draws them anew."""
+    assert draw_floors.page() == draw_floors.PAGE.read_text()
 
 
 def test_the_set_of_families_is_explicit() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from glmconv.tables.dims import HIDDEN
-from glmconv.tables.rules import Hf
+from glmconv.tables.hf import Hf
 from glmconv.tables.spec import Dsa, Mla, ModelSpec, Rope
 from glmconv.tables.transforms import (
     ColumnHalfSwap,

@@ -21,8 +21,10 @@ from glmconv.source.locate import locate
 from glmconv.source.manifest import FILE as MANIFEST_FILE
 from glmconv.source.manifest import HF_DIR, read_dialect, read_manifest, read_widened
 from glmconv.source.quantised import refuse_quantised
+from glmconv.source.safetensors import open_hf_source
 from glmconv.source.same_model import differences
-from glmconv.source.source import Source, SourceOptions, family_of, settle
+from glmconv.source.settle import settle
+from glmconv.source.source import Source, SourceOptions, family_of
 from glmconv.source.surplus import drop_surplus_mtp, explain_layers
 from glmconv.source.torchdist.location import locate as find_unit
 from glmconv.source.torchdist.padding import accept_declared_padding
@@ -170,7 +172,7 @@ def open_megatron_source(path: Path, options: SourceOptions) -> Source:
         source.defects.append(
             Defect("unexpected", f"{tensor.dtype.label}{list(tensor.shape)} belongs to no rule", name)
         )
-    settle(source, found, options)
+    settle(source, found, options, open_hf_source)
     accept_declared_padding(source, args)
     if unit.trainer_state:
         total = sum(unit.trainer_state.values())
