@@ -122,7 +122,14 @@ def convert(
 
 def _place(planned: Planned, dst: Path, fill: Path | None, run: RunOptions) -> Destination:
     sources = [path for path in (planned.source.path, planned.source.hf_dir, fill) if path is not None]
-    return destination(dst, planned.unit, sources=sources, overwrite=run.overwrite, foreign=foreign_in_unit)
+    return destination(
+        dst,
+        planned.unit,
+        sources=sources,
+        files=(Path(file.address) for file in planned.plan.sources if file.storage == "local"),
+        overwrite=run.overwrite,
+        foreign=foreign_in_unit,
+    )
 
 
 def _look_ahead(planned: Planned, dst: Path, fill: Path | None, run: RunOptions, report: Report) -> None:

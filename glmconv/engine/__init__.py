@@ -1,4 +1,4 @@
-"""The engine: carries out a :class:`glmconv.plan.plan.Plan`, byte by byte, and decides nothing.
+"""The engine: carries out a plan, byte by byte, and decides nothing.
 
 The straight line of a caller::
 

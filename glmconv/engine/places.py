@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,6 +85,7 @@ def destination(
     unit: str | None,
     *,
     sources: Sequence[Path] = (),
+    files: Iterable[Path] = (),
     overwrite: bool = False,
     foreign: Foreign = lambda path: [path],
 ) -> Destination:
@@ -94,12 +95,20 @@ def destination(
     itself. The staging directory is on the same filesystem as ``final``: inside ``dst`` when that is
     a directory and not the unit, else beside it.
 
-    Raises UsageError when ``dst`` is, is in, or holds a source; StorageError when it is a file, or
+    ``sources`` are directories, ``files`` the real paths of what is read (a source may be a directory
+    of links). Raises UsageError when ``dst`` is, is in, or holds a source; StorageError when it is a file, or
     cannot be replaced by one rename.
     """
     dst = Path(os.path.realpath(dst))
     for source in sources:
         _refuse_nesting(source, dst)
+    for folder in sorted({file.parent for file in files}):
+        if any(_same(ancestor, dst) for ancestor in (folder, *folder.parents)):
+            raise UsageError(
+                f"files of the source lie inside the destination, in {folder} (the source links to them)",
+                where=os.fspath(dst),
+                hint="choose another destination: a source is never written to",
+            )
     if os.path.lexists(dst) and not dst.is_dir():
         what = "the destination is not a directory"
         raise StorageError(what, where=os.fspath(dst), hint="choose another path")

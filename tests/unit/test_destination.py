@@ -54,6 +54,21 @@ class TestApartFromTheSource:
         refused(hf, out, UsageError, "the source itself", run=run, target=HF)
         refused(out, hf, UsageError, "the source itself", run=run, target=HF)
 
+    @pytest.mark.parametrize("target", [HF, TargetOptions(to="megatron")])
+    def test_holds_what_the_source_links_to(self, hf: Path, tmp_path: Path, target: TargetOptions) -> None:
+        """A directory of links with another config, made to be written over what it links to."""
+        links = tmp_path / "links"
+        links.mkdir()
+        for file in hf.iterdir():
+            if file.suffix == ".safetensors":
+                (links / file.name).symlink_to(file)
+            else:
+                shutil.copy(file, links)
+        before = snapshot(hf)
+        refused(links, hf, UsageError, "files of the source lie inside", run=AGAIN, target=target)
+        assert snapshot(hf) == before
+        convert(links, tmp_path / "out", target=target)
+
     def test_is_the_source_spelt_differently(
         self, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
