@@ -16,8 +16,8 @@ from glmconv.checks.router import check_locked
 from glmconv.checks.structure import check_structure, explain_unopened
 from glmconv.checks.subject import Subject
 from glmconv.checks.values import check_values
-from glmconv.commands.diff import describe_layout
 from glmconv.source.open import open_source
+from glmconv.source.source import describe_layout
 from glmconv.source.torchdist.location import detect_layout, locate
 
 

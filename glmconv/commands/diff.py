@@ -15,7 +15,7 @@ from glmconv.engine import check_conditions
 from glmconv.plan.plan import Plan
 from glmconv.source.locate import Located
 from glmconv.source.open import open_source
-from glmconv.source.source import Source, SourceOptions
+from glmconv.source.source import Source, SourceOptions, describe_layout
 from glmconv.tables.expand import expand_drops, expand_tied
 from glmconv.tables.rules import Drop
 from glmconv.values.differences import (
@@ -166,11 +166,6 @@ def _beyond(source: Source, status: str) -> Iterator[Difference]:
             in_a = status == MISSING
             dtypes, shapes = ((label, ""), (shape, none)) if in_a else (("", label), (none, shape))
             yield Difference(name, status, dtypes, shapes, note=error.what)
-
-
-def describe_layout(source: Source) -> str:
-    """``hf``, ``hf-stacked`` or ``megatron (dialect)``."""
-    return f"megatron ({source.layout})" if source.kind == "megatron" else source.layout
 
 
 def _side(path: Path, options: SourceOptions) -> _Side:

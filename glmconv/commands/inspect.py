@@ -12,7 +12,6 @@ from typing import Any
 
 from glmconv.basics.errors import DataError
 from glmconv.checks.subject import INDEXER, layers, templates
-from glmconv.commands.diff import describe_layout
 from glmconv.formats.safetensors.checkpoint import HfCheckpoint, open_hf
 from glmconv.formats.stored import StoredTensor
 from glmconv.formats.torchdist.common import read_common
@@ -20,7 +19,7 @@ from glmconv.plan.side_files import find_side_files, grouped
 from glmconv.source.evidence import Compared
 from glmconv.source.manifest import FILE, read_manifest
 from glmconv.source.open import local_path, open_source
-from glmconv.source.source import Source, SourceOptions
+from glmconv.source.source import Source, SourceOptions, describe_layout
 from glmconv.source.torchdist.location import detect_layout, locate
 from glmconv.source.torchdist.open import Unit, open_unit
 from glmconv.storage.objects import StorageObject

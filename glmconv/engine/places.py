@@ -103,7 +103,7 @@ def destination(
     for source in sources:
         _refuse_nesting(source, dst)
     for folder in sorted({file.parent for file in files}):
-        if any(_same(ancestor, dst) for ancestor in (folder, *folder.parents)):
+        if _holds(dst, folder):
             raise UsageError(
                 f"files of the source lie inside the destination, in {folder} (the source links to them)",
                 where=os.fspath(dst),
@@ -133,8 +133,13 @@ def _refuse_nesting(source: Path, dst: Path) -> None:
         if _same(ancestor, source):
             what = "the source itself" if ancestor == dst else f"inside the source {source}"
             raise UsageError(f"the destination is {what}", where=where, hint=hint)
-    if any(_same(ancestor, dst) for ancestor in source.parents):
+    if _holds(dst, source):
         raise UsageError(f"the source {source} is inside the destination", where=where, hint=hint)
+
+
+def _holds(folder: Path, path: Path) -> bool:
+    """Whether ``path`` is ``folder`` or lies anywhere in it."""
+    return any(_same(ancestor, folder) for ancestor in (path, *path.parents))
 
 
 def _same(left: Path, right: Path) -> bool:

@@ -137,3 +137,8 @@ def family_of(config: Mapping[str, Any], model_type: str | None, where: Path) ->
             hint="leave --model-type away, or name another checkpoint",
         )
     return get_bridge(named)
+
+
+def describe_layout(source: Source) -> str:
+    """``hf``, ``hf-stacked`` or ``megatron (dialect)``."""
+    return f"megatron ({source.layout})" if source.kind == "megatron" else source.layout
