@@ -14,4 +14,8 @@ export GLMCONV_MCORE_NEXT=$PWD/.lanes/mcore-next
 if [ $# -gt 0 ]; then
     exec .venv/bin/python -m pytest "$@"
 fi
-.venv/bin/python -m pytest
+failed=0
+# By file: what a module makes is made once, and its mounts and traced children have one worker.
+.venv/bin/python -m pytest -m "not slow" -n 2 --dist loadfile || failed=1
+.venv/bin/python -m pytest -m slow || failed=1
+exit $failed
